@@ -185,32 +185,38 @@ static float4 load_once_16_if(bool condition, const float* source) {
 // Packets land in any order, while somebody waits for them. A barrier's phase is over when all have arrived and as
 // many bytes have landed as they expect.
 struct Barrier {
-  u32 pending;
+  u32 count, pending;
   i64 bytes;
-  bool complete() const { return pending == 0 && bytes == 0; }
+  u32 phase;
+  void settle() {
+    if (pending == 0 && bytes == 0) pending = count, ++phase;
+  }
 };
 static std::map<u32, Barrier> barriers;  // by addresses of peers
 static std::vector<std::function<void()>> flights;
 static u32 of_peer(u32 address) { return address >> 24 ? address : peer_address(address, simt::current->cta); }
-static void mbarrier_init(u32 address, u32 count) { barriers[of_peer(address)] = {count, 0}; }
+static void mbarrier_init(u32 address, u32 count) { barriers[of_peer(address)] = {count, count, 0, 0}; }
 static void arrive(u32 address, u32 bytes) {
   Barrier& one = barriers.at(of_peer(address));
   if (one.pending-- == 0) abort();
-  one.bytes += bytes;
+  one.bytes += bytes, one.settle();
 }
 static void mbarrier_arrive_expect(u32 address, u32 bytes) { arrive(address, bytes); }
 template <class T>
 void send(u32 address, u32 barrier, T value) {
   if (address >> 24 != barrier >> 24 || address >> 24 == 0) abort();
-  flights.push_back([=] { at<T>(address) = value, barriers.at(barrier).bytes -= sizeof(T); });
+  flights.push_back([=] {
+    Barrier& one = barriers.at(barrier);
+    at<T>(address) = value, one.bytes -= sizeof(T), one.settle();
+  });
 }
 static void send_8(u32 address, u32 barrier, u64 value) { send(address, barrier, value); }
 static void send_4(u32 address, u32 barrier, u32 value) { send(address, barrier, value); }
 static bool mbarrier_test(u32 address, u32 parity) {
   static u32 random = 1;
   static long patience = 0;
-  if (barriers.at(of_peer(address)).complete()) return patience = 0, simt::meet_warp(0), true;
-  if (++patience == 100000000 || parity != 0) abort();
+  if (barriers.at(of_peer(address)).phase % 2 != parity) return patience = 0, simt::meet_warp(0), true;
+  if (++patience == 100000000) abort();
   random = random * 1664525u + 1013904223u;
   if (!flights.empty()) {
     std::swap(flights[(random >> 8) % flights.size()], flights.back());
@@ -244,9 +250,10 @@ static void begin_front(const Params& p, i64 row, bool planes = false) {
 extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
-// 1 where the last cluster's CTAs gave each other bits of what they chose.
-extern "C" int verdict() {
-  return barriers.at(peer_address(offsetof(Control, given), simt::ctas.size() - 1)).complete() ? 1 : 2;
+// Counts of the last cluster: 1 where the first bins told enough.
+extern "C" int counts() {
+  auto phase = [](size_t offset) { return barriers.at(peer_address(offset, simt::ctas.size() - 1)).phase; };
+  return phase(offsetof(Control, met)) + phase(offsetof(Control, counted)) - 1;
 }
 
 template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS = true, bool PLANES = false>
@@ -254,7 +261,7 @@ void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
     begin_front(p, row, PLANES);
-    Selection<THREADS, VECTORS, SAMPLED, FEW_ROWS, FEW_ROWS ? VECTORS : 0, PLANES>(p, simt::shared_memory())
+    Selection<THREADS, VECTORS, SAMPLED, FEW_ROWS, PLANES>(p, simt::shared_memory())
         .run(row, blockIdx.x % p.cluster);
   });
 }
@@ -267,11 +274,31 @@ void launch_short(const Params& p, int shared_bytes, int seed) {
   });
 }
 
+template <int THREADS, int VECTORS>
+void launch_cluster(const Params& p, int shared_bytes, int seed) {
+  simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
+    const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
+    begin_front(p, row);
+    select_in_cluster<THREADS, VECTORS>(p, simt::shared_memory(), row, blockIdx.x % p.cluster);
+  });
+}
+
 // Returns 1 where there is no such kernel, 3 where a row's threads did not wait for the launch in front, 4 where they did
 // not wait for what was sent.
-extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed, int planes) {
+extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed, int planes,
+                    int held) {
   row_of_front = -1, front = nullptr;
-  if (planes && threads == 128 && vectors == 2)
+  if (held && threads == 64 && held == 1)
+    launch_cluster<64, 1>(*p, shared_bytes, seed);
+  else if (held && threads == 64 && held == 2)
+    launch_cluster<64, 2>(*p, shared_bytes, seed);
+  else if (held && threads == 64 && held == 4)
+    launch_cluster<64, 4>(*p, shared_bytes, seed);
+  else if (held && threads == 128 && held == 6)
+    launch_cluster<128, 6>(*p, shared_bytes, seed);
+  else if (held)
+    return 1;
+  else if (planes && threads == 128 && vectors == 2)
     launch<128, 2, 2, false, true>(*p, shared_bytes, seed);
   else if (planes)
     return 1;

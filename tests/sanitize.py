@@ -341,7 +341,8 @@ def best(tool: str) -> None:
         list(pool.map(lambda kernel: sources.compile(kernel.source, kernel.name, ()), topk.KERNELS))
     for num_columns, plan in plans.items():
         topk.plan_for = lambda *_, plan=plan, **__: plan
-        for kind in ("special", "ascending", "unlike its sample", "equal") if tool == "memcheck" else ("special",):
+        kinds = ("special", "ascending", "unlike its sample", "equal", "mostly zeros", "ten low bits")
+        for kind in kinds if tool == "memcheck" else ("special",):
             scores = hard_rows(kind, rows, num_columns)
             ends = torch.tensor([num_columns, num_columns - 3, 150][-rows:], dtype=torch.int32)
             table, requests = torch.arange(999, dtype=torch.int32)[None], torch.zeros(rows, dtype=torch.int32)

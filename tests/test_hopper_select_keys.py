@@ -19,7 +19,8 @@ from mla_ops.kernels.selection import CALL_BYTES, MOST_BYTES, ROW_BYTES, UNIT, c
 INT32 = {"dtype": torch.int32}
 PLANS = {
     "one CTA": topk.Plan(64, 2, 2, 1, 1, 64, 512, 256),
-    "clusters of 3": topk.Plan(64, 1, 2, 1, 3, 64, 512, 256, held=1),
+    "clusters of 3": topk.Plan(64, 1, 2, 1, 3, 64, 512, 256),
+    "clusters of 4 that hold rows": topk.Plan(64, 1, 2, 1, 4, held=4),
     "by planes": topk.Plan(128, 2, 2, 4, 1, 64, 512, 512, planes=True),
 }
 
@@ -49,9 +50,8 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         assert order[-1] == "scores"
         order.append("topk")
         params = topk.pack(plan, scores, k, **rest)
-        assert (
-            library.topk(params, plan.threads, plan.vectors, plan.shared_bytes(k), plan.short, len(scores), planes) == 0
-        )
+        sizes = plan.threads, plan.vectors, plan.shared_bytes(k)
+        assert library.topk(params, *sizes, plan.short, len(scores), planes, plan.held) == 0
 
     def flat(
         q: torch.Tensor,

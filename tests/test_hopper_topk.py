@@ -13,6 +13,7 @@ from hopper_resources import MAX_SHARED_BYTES
 from topk_oracle import KINDS, by_planes, hard_rows, sampled_columns, topk_oracle
 
 from benchmarks.indexer_topk import scores_of
+from benchmarks.indexer_topk_patterns import PATTERNS
 from mla_ops.kernels.cuda.compiler import RESERVED_SHARED_BYTES
 from mla_ops.kernels.hopper import topk
 
@@ -33,7 +34,7 @@ def run(
         scores = by_planes(scores)[:, : scores.shape[1]]
     params = topk.pack(plan, scores, k, **options, indices=indices, valid_counts=lengths)
     shared = plan.shared_bytes(k)
-    assert library.topk(params, plan.threads, plan.vectors, shared, plan.short, seed, plan.planes) == 0
+    assert library.topk(params, plan.threads, plan.vectors, shared, plan.short, seed, plan.planes, plan.held) == 0
     return indices, lengths
 
 
@@ -50,8 +51,10 @@ PLANS = {
     "many rows without gates": topk.Plan(128, 2, 2, 4, 1, 64, 1 << 30, 512),
     "by planes": topk.Plan(128, 2, 2, 4, 1, 64, 900, 512, planes=True),
     "by planes without gates": topk.Plan(128, 2, 2, 4, 1, 64, 1 << 30, 512, planes=True),
-    "clusters of 6": topk.Plan(64, 2, 2, 1, 6, 64, 1024, 512, held=2),
-    "clusters of 6 without gates": topk.Plan(64, 2, 2, 1, 6, 64, 1 << 30, 512, held=2),
+    "clusters of 6": topk.Plan(64, 2, 2, 1, 6, 64, 1024, 512),
+    "clusters of 6 without gates": topk.Plan(64, 2, 2, 1, 6, 64, 1 << 30, 512),
+    "clusters of 16 without gates": topk.Plan(64, 2, 2, 1, 16, 64, 1 << 30, 512),
+    "clusters of 6 that hold rows": topk.Plan(64, 2, 2, 1, 6, held=4),
 }
 
 
@@ -59,8 +62,8 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, plan: topk.Plan, sorted: bool) -> None:
-    if sorted and plan.planes:
-        pytest.skip("scores by planes are those of select_keys, which does not sort")
+    if sorted and (plan.planes or plan.held):
+        pytest.skip("no such rows are sorted")
     for num_columns in (1000, 5003):  # the first are held by registers
         scores = hard_rows(kind, 2, num_columns)[:, 1:]
         got = run(library, plan, scores, 200, sorted=sorted)
@@ -71,7 +74,7 @@ def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, pl
 
 @pytest.mark.parametrize("seen", [True, False], ids=["it alone sees", "it does not see"])
 @pytest.mark.parametrize(
-    "plan", [plan for plan in PLANS.values() if plan.gated < 2**20], ids=lambda plan: repr(plan[:5])
+    "plan", [plan for plan in PLANS.values() if plan.gated < 2**20 and not plan.held], ids=lambda plan: repr(plan[:5])
 )
 def test_a_sample_that_says_nothing_of_its_row(library: ctypes.CDLL, plan: topk.Plan, seen: bool) -> None:
     """Peaks that the sample alone sees make a gate too high, others one too low."""
@@ -112,27 +115,66 @@ def test_upper_halves_that_do_not_tell_scores_apart(library: ctypes.CDLL, kind: 
 
 
 MEETINGS = (
-    topk.Plan(64, 2, 2, 1, 16, 64, 1024, 512, held=2),
-    topk.Plan(128, 4, 1, 1, 4, 64, 1024, 512, held=4),
+    topk.Plan(64, 2, 2, 1, 16, held=2),
+    topk.Plan(128, 2, 2, 1, 4, held=6),
+    topk.Plan(64, 2, 2, 1, 3, held=4),
+    topk.Plan(64, 2, 2, 1, 6, held=1),
 )
+# how often CTAs count, where it does not depend on the plan
+COUNTS = {"normal": 1, "alike": 1, "bf16": 1, "up": 1, "equal": 3, "99 % 0": 3}
 
 
-@pytest.mark.parametrize("plan", MEETINGS, ids=lambda plan: f"{plan.cluster} CTAs")
-@pytest.mark.parametrize("kind", KINDS)
-def test_clusters_that_meet_once_know_whether_that_was_enough(library: ctypes.CDLL, kind: str, plan: topk.Plan) -> None:
-    """Too many equal scores find no room; what one run of columns holds leaves a bin of a CTA too many."""
-    for seed, num_columns in enumerate((7001, plan.cluster * plan.held_columns - 3)):
-        scores = hard_rows(kind, 1, num_columns + 3, seed)[:, 3:]
-        got = run(library, plan, scores, 300, seed)
-        want = topk_oracle(scores, 300)
+@pytest.mark.parametrize("plan", MEETINGS, ids=lambda plan: f"{plan.cluster} CTAs of {plan.held} groups a thread")
+@pytest.mark.parametrize("kind", [*KINDS, *PATTERNS])
+def test_clusters_count_until_they_know_enough(library: ctypes.CDLL, kind: str, plan: topk.Plan) -> None:
+    """Many equal scores, or other ones in one bin, take more counts; a count of columns is the last of equal ones."""
+    num_columns = plan.cluster * plan.held_columns
+    for seed, k in enumerate((300, num_columns // 3, 1)):
+        generator = torch.Generator().manual_seed(seed)
+        if kind in PATTERNS:
+            wide = PATTERNS[kind](torch.randn(2, num_columns, generator=generator), generator)
+        else:
+            wide = hard_rows(kind, 2, num_columns, seed)
+        scores = wide[:, 3:]
+        ends = torch.tensor([num_columns - 3, num_columns - 90], dtype=torch.int32)
+        got, want = run(library, plan, scores, k, seed, row_ends=ends), topk_oracle(scores, k, None, ends)
         assert torch.equal(got[1], want[1])
         assert torch.equal(got[0], want[0])
-        if kind in ("normal", "ascending", "best last", "equal") or (kind == "neighbours alike" and plan.cluster == 4):
-            assert library.verdict() == (2 if kind == "equal" else 1)
-    crowded = torch.randn(1, 8000)
+        if k == 300 and plan.held > 1:
+            assert library.counts() == COUNTS.get(kind, library.counts())
+
+
+HARD_TO_TELL = {
+    "tiny about many 0": lambda normal: torch.where(normal > 1.5, 0.0, torch.sign(normal) * 2.0 ** (normal * 40 - 60)),
+    "one bin after the other": lambda normal: 1 + (normal * 1e4).int() % 5000 * 2.0**-23,
+    "many of one low bit": lambda normal: 1 + (normal > 0.3) * 2.0**-23 + (normal > 2) * 2.0**-10,
+    "just below 0": lambda normal: torch.where(normal > 0, -1e-45, torch.where(normal > -0.2, -0.0, normal)),
+    "NaN of any bits": lambda normal: torch.where(
+        normal > 2, normal, (normal * 9).int().bitwise_or(-8388608).view(torch.float32)
+    ),
+    "infinite": lambda normal: torch.where(normal > 0.5, torch.inf, torch.where(normal > 0, torch.nan, -torch.inf)),
+    "largest": lambda normal: torch.where(
+        normal > 0.5, 3.4028234e38, torch.where(normal > 0, -3.4028234e38, torch.inf)
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", MEETINGS[:2], ids=lambda plan: f"{plan.cluster} CTAs")
+@pytest.mark.parametrize("kind", HARD_TO_TELL)
+def test_clusters_tell_all_keys_apart(library: ctypes.CDLL, kind: str, plan: topk.Plan) -> None:
+    num_columns = plan.cluster * plan.held_columns
+    for seed in range(4):
+        scores = HARD_TO_TELL[kind](hard_rows("normal", 1, num_columns, seed))
+        for k in (200, 900, num_columns // 2, num_columns - 1):
+            if kind == "infinite" and k == 200:
+                scores = -scores
+            got, want = run(library, plan, scores, k, seed), topk_oracle(scores, k)
+            assert torch.equal(got[0], want[0])
+            assert torch.equal(got[1], want[1])
+    crowded = torch.randn(1, num_columns)
     crowded.view(1, -1, 32)[:, : 160 : plan.cluster] += 20
     assert torch.equal(run(library, plan, crowded, 300)[0], topk_oracle(crowded, 300)[0])
-    assert library.verdict() == 2
+    assert library.counts() > 1
 
 
 SHORT_PLANS = {
@@ -159,8 +201,8 @@ def test_the_best_of_short_rows_are_those_of_a_stable_sort(
 @pytest.mark.parametrize("sorted", [False, True], ids=["by position", "sorted"])
 @pytest.mark.parametrize("plan", [*PLANS.values(), *SHORT_PLANS.values()], ids=[*PLANS, *SHORT_PLANS])
 def test_rows_have_starts_ends_and_block_tables(library: ctypes.CDLL, plan: topk.Plan, sorted: bool) -> None:
-    if sorted and plan.planes:
-        pytest.skip("scores by planes are those of select_keys, which does not sort")
+    if sorted and (plan.planes or plan.held):
+        pytest.skip("no such rows are sorted")
     spans = [
         (0, 0),
         (0, 1),
@@ -278,7 +320,7 @@ def counts_of_cluster(scores: torch.Tensor, plan: topk.Plan, k: int) -> torch.Te
 @pytest.mark.parametrize("kind", ["normal", "neighbours alike"])
 @pytest.mark.parametrize("shape", [(1, 32768), (4, 131072), (16, 32768), (16, 131072), (64, 32768)])
 def test_few_scores_lie_in_the_bin_of_the_last_that_is_chosen(kind: str, shape: tuple[int, int]) -> None:
-    """More than 128 are chosen from by another selection; a count of 255 makes entries do the row."""
+    """More than 128 are chosen from by another selection; a count of 255 makes CTAs count again."""
     k = 2048
     plan = topk.plan_for(*shape, *H200, k)
     assert plan.held

@@ -61,7 +61,6 @@ class Params(ctypes.Structure):
         ("spare", ctypes.c_uint),
         ("deviations", ctypes.c_float),
         ("sorted", ctypes.c_int),
-        ("meets", ctypes.c_int),
         ("turn_bits", ctypes.c_uint),
         ("ahead", ctypes.c_int),
     ]
@@ -106,11 +105,14 @@ class Plan(NamedTuple):
 
     @property
     def kernel(self) -> Kernel:
-        sizes: tuple[int, ...] = (self.threads, self.vectors, self.ctas)
-        if not self.short:
-            sizes = (self.threads, self.vectors, self.sample_vectors, self.ctas, self.held)
-        name, planes = "topk_short_rows" if self.short else "topk_rows", ", true" if self.planes else ""
-        return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}{planes}>", self.threads, ctas=self.ctas)
+        if self.held:
+            name = f"topk_cluster_rows<{self.threads}, {self.held}>"
+        elif self.short:
+            name = f"topk_short_rows<{self.threads}, {self.vectors}, {self.ctas}>"
+        else:
+            sizes = f"{self.threads}, {self.vectors}, {self.sample_vectors}, {self.ctas}"
+            name = f"topk_rows<{sizes}{', true' if self.planes else ''}>"
+        return Kernel("topk.cu", name, self.threads, ctas=self.ctas)
 
     @property
     def chunk(self) -> int:
@@ -256,7 +258,6 @@ def pack(
         plan.spare,
         plan.deviations,
         int(sorted),
-        int(plan.held > 0 and not sorted),
         plan.turn_bits,
         plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
     )

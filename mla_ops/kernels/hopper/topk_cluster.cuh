@@ -5,8 +5,7 @@
 // there bins begin, of equal width, up to the least of the CTAs' best ones. Each CTA counts its scores in the bins, and
 // tells all others (8 bits a bin), so that all know in which bin the k-th best lies: the border. Columns in bins above it
 // are chosen: a CTA sends their bits to the CTA that writes what is chosen of the columns there. Those of the border, a
-// few, all CTAs get as entries, and choose of them what is wanted. If too few are counted, or too many lie in the border,
-// the row is done in another way.
+// few, all CTAs get as entries, and choose of them what is wanted.
 #pragma once
 #include "topk_short.cuh"
 
@@ -47,10 +46,10 @@ struct InCluster {
     return 4 * static_cast<int>(group(0)) >= begin && 4 * static_cast<int>(group(VECTORS - 1)) + 4 <= end;
   }
 
-  // Whether registers hold a row that no CTA's alone do, in groups small enough to tell where bins begin.
-  DEVICE bool holds(int start, int end) const {
-    const bool more = (end + 3) / 4 - start / 4 > (THREADS < 1024 ? 4 : 2) * THREADS;
-    return more && 4 * VECTORS * p.k <= 3 * (end - start) && end <= static_cast<int>(4 * p.cluster * MOST);
+  // Whether a row needs more than a CTA, whose registers hold so many groups a thread.
+  static constexpr u32 ALONE = THREADS < 1024 ? 3 : 2;
+  DEVICE bool needs_all(int start, int end) const {
+    return static_cast<u32>((end + 3) / 4 - start / 4) > ALONE * THREADS && end - start > p.k;
   }
 
   // Columns up to `end`, of those that the tensor has.
@@ -181,11 +180,11 @@ struct InCluster {
     }
   }
 
-  // The bin in which the k-th best lies, in control. Whether there is one, and room for what is in it.
-  DEVICE bool find_border() {
+  // The bin in which the k-th best lies, in control. Whether there is one, and room for what is in it. Bins hold `total`.
+  DEVICE bool find_border(u32& total) {
     constexpr u32 OWN = CLUSTER_BINS > THREADS ? CLUSTER_BINS / THREADS : 1;
     await(control.counted);
-    u32 of_bins[OWN], sum = 0, total;
+    u32 of_bins[OWN], sum = 0;
 #pragma unroll
     for (u32 i = 0; i < OWN; ++i) {
       of_bins[i] = 0;
@@ -222,9 +221,8 @@ struct InCluster {
 
   // Sends to each CTA the entries of the border, the bits of the columns that it writes, and how many are above the border
   // in front of them.
-  DEVICE void give() {
+  DEVICE void give(float least, float most) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, bin = control.bin;
-    const float least = FIRST_BIN + bin, most = bin == CLUSTER_BINS - 1 ? INFINITY : least;
     hold(times);  // else all bins are kept from the counting on
     u32 above = 0, inside = 0;  // a bit for each column
     each([&](float score, int i) {
@@ -337,28 +335,5 @@ struct InCluster {
     const int column = first_column(rank) + threadIdx.x * (halved() ? 16 : 32) - row.skew;
 #pragma unroll 1
     for (; word; word &= word - 1) *out++ = p.translated(column + __ffs(word) - 1, request);
-  }
-
-  // Behind `clear` and `load`. False: the row has to be done in another way.
-  DEVICE bool run(i64 number, int request, const Row& of_row) {
-    row = of_row;
-    cluster_wait();  // all barriers are there
-    if (!within(row.start, row.end)) {
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i) keep_of_row(i);
-    }
-    place_bins();
-    count();
-    if (!find_border()) {
-      clear_bins<THREADS>(bins);
-      __syncthreads();
-      return false;
-    }
-    give();
-    u32 own_bits = bits_of(threadIdx.x >> halved()) + (halved() ? threadIdx.x % 2 * 2 : 0);  // while entries come
-    hold(own_bits);
-    choose_of_border();
-    write(own_bits, number, request);
-    return true;
   }
 };

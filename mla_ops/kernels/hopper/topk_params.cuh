@@ -28,7 +28,6 @@ struct Params {
   u32 spare;     // part of the gate's rank in a sample by which it may lie below it
   float deviations;  // by which the gate's rank in a sample is more than its mean
   int sorted;
-  int meets;  // the CTAs of a cluster do all of a row that its registers hold
   u32 turn_bits;  // a CTA of such a cluster writes the columns of 2^turn_bits turns of a warp of each CTA
   int ahead;  // groups of a thread that its registers ask for before a row's length is known: all or none
 

@@ -1,7 +1,7 @@
 // Rows of scores by planes (planes.cuh): a thread's share of the upper halves, and what is chosen by them.
 #pragma once
 #include "planes.cuh"
-#include "topk_cluster.cuh"
+#include "topk_exact.cuh"
 
 // A word in shared memory is an upper half and a column.
 DEVICE float upper_of(u32 word) { return __uint_as_float(word & 0xffff0000u); }

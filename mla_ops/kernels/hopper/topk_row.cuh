@@ -41,7 +41,7 @@ struct Sampled {
 };
 
 // SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and registers hold short rows.
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER, bool PLANES = false>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, bool PLANES = false>
 struct Selection {
   static_assert(!PLANES || (!FEW_ROWS && SAMPLED == 2), "a thread has a piece of the sample of many rows");
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
@@ -413,14 +413,6 @@ struct Selection {
       out[i] = i < wanted ? p.translated(position_of(entries[i]) - row.skew, request) : -1;
   }
 
-  // All columns, which are not more than k, in order.
-  DEVICE void write_all(i64 number, int request, int start, int length, u32 rank) {
-    int* const out = p.indices + number * p.indices_pitch;
-#pragma unroll 1
-    for (u32 i = rank * THREADS + threadIdx.x; i < p.k; i += p.cluster * THREADS)
-      out[i] = i < length ? p.translated(start + i, request) : -1;
-  }
-
   // Reads until enough is found, with the gate of `least` first, and writes. The first chunk is in `next`.
   DEVICE void finish(i64 number, int request, int length, u32 rank, bool alone, Four (&next)[VECTORS]) {
     const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
@@ -459,30 +451,15 @@ struct Selection {
     row.skew = PLANES ? 0 : static_cast<int>(reinterpret_cast<u64>(row.scores) / 4 % 4);
     row.scores -= row.skew;
     hold(row.scores);
-    InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
     int start, end;
     p.columns_of(given, start, end);
-    bool meets = HELD_BY_CLUSTER > 0 && p.meets && fast.holds(start + row.skew, end + row.skew);
-    if constexpr (HELD_BY_CLUSTER > 0) {
-      // While the launch in front ends; ptxas would make behind the wait what is not in memory before it.
-      if (!p.ahead && threadIdx.x == 0) control.row = {start, end, meets};
-      fast.clear();
-    }
     auto wait = [] {
       wait_for_prerequisites();  // only scores may come from the launch in front
       launch_dependents();
     };
     if (FEW_ROWS) wait();
-    if constexpr (HELD_BY_CLUSTER > 0) {
-      if (p.ahead) {
-        fast.load(row.scores, row.skew, p.num_columns + row.skew);
-      } else {
-        start = control.row.x, end = control.row.y, meets = control.row.z;
-        if (meets) fast.load(row.scores, row.skew, end + row.skew);
-      }
-    }
     const int length = end - start;
     row.start = start + row.skew, row.end = end + row.skew;
     const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
@@ -505,13 +482,7 @@ struct Selection {
         load_sample(groups, sample);
     }
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
-    if constexpr (HELD_BY_CLUSTER > 0) {
-      if (!meets)
-        cluster_wait();
-      else if (fast.run(number, given.request, row))
-        return;
-    }
-    if (length <= p.k && !p.sorted) return write_all(number, given.request, start, length, rank);
+    if (length <= p.k && !p.sorted) return write_all<THREADS>(p, number, given.request, start, length, rank);
 
     if (FEW_ROWS && row_vectors <= HELD * THREADS) {
       if (rank > 0) return;

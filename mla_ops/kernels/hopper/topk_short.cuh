@@ -131,6 +131,15 @@ struct Held {
   }
 };
 
+// All columns of a row that has not more than k, in order.
+template <int THREADS>
+DEVICE void write_all(const Params& p, i64 number, int request, int start, int length, u32 rank) {
+  int* const out = p.indices + number * p.indices_pitch;
+#pragma unroll 1
+  for (u32 i = rank * THREADS + threadIdx.x; i < p.k; i += p.cluster * THREADS)
+    out[i] = i < length ? p.translated(start + i, request) : -1;
+}
+
 template <int THREADS, int VECTORS>
 DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   Control& control = *reinterpret_cast<Control*>(shared);
