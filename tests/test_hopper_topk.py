@@ -277,6 +277,15 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
             assert (plan.shared_bytes(2048) + RESERVED_SHARED_BYTES) * plan.ctas <= 228 * 1024
 
 
+def test_many_rows_have_room_for_another_chunk_where_fewer_ctas_fit() -> None:
+    """Else all but the best go behind each chunk."""
+    for k in (1, 2048, 4096):
+        plan = topk.MANY
+        most = topk.SM_SHARED_BYTES // (plan.shared_bytes(k) + RESERVED_SHARED_BYTES)
+        assert most == (4 if k <= 2048 else 3)
+        assert plan.capacity(k) > k + 3 * plan.chunk // 2
+
+
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "cluster"),
     [(1, 32768, 8), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 4), (16, 131072, 6)]

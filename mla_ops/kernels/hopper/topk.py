@@ -120,8 +120,13 @@ class Plan(NamedTuple):
 
     def capacity(self, topk: int) -> int:
         """Entries that a CTA has room for: the best, a chunk, another one if an SM has room; a power of two to sort."""
-        room = (SM_SHARED_BYTES // self.ctas - RESERVED_SHARED_BYTES - CONTROL_BYTES - 4 * BINS) // 8
-        entries = max(topk + self.chunk, min(topk + 2 * self.chunk, room))
+        least = topk + self.chunk
+        rooms = (
+            (SM_SHARED_BYTES // ctas - RESERVED_SHARED_BYTES - CONTROL_BYTES - 4 * BINS) // 8
+            for ctas in range(self.ctas, 0, -1)
+        )
+        room = next((room for room in rooms if room >= least), least)  # where fewer CTAs fit, each has more
+        entries = min(least + self.chunk, room)
         return max(entries + entries % 2, 1 << max(topk - 1, 1).bit_length())
 
     @property
