@@ -5,11 +5,12 @@
 #include "topk_row.cuh"
 
 // CTAs of so many threads find room beside those of scores of 32 heads: they have the 56 registers that two CTAs of 576
-// would have.
+// would have. Those of rows by planes, which come behind CTAs that have all of an SM, have 64.
 constexpr int BESIDE_SCORES = 512;
 
 template <int THREADS, int VECTORS, int SAMPLED, int CTAS, int HELD, bool PLANES = false>
-__global__ void __launch_bounds__(THREADS == BESIDE_SCORES ? 576 : THREADS, THREADS == BESIDE_SCORES ? 2 : CTAS)
+__global__ void __launch_bounds__(THREADS == BESIDE_SCORES && !PLANES ? 576 : THREADS,
+                                  THREADS == BESIDE_SCORES ? 2 : CTAS)
     topk_rows(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const u32 rank = blockIdx.x % p.cluster;
