@@ -396,15 +396,17 @@ def chosen_by_parts(tool: str) -> None:
             wanted, valid = topk_oracle(scale.expand(5, -1), 50, None, lengths.where(requests == 0, 0))
             assert torch.equal(indices.cpu(), wanted)
             assert torch.equal(counts.cpu(), valid)
-    topk.BY_PLANES, topk.takes_planes = topk.BY_PLANES._replace(gated=400, sampled=256), lambda *_: True
+    topk.takes_planes = lambda *_: True
     keys, starts = torch.ones(1535, 128).to(e4m3).cuda(), torch.tensor([0, 5, 70, 3, 1], dtype=torch.int32)
-    for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
-        scale = hard_rows(kind, 1, len(keys))[0]
-        rows = keys, weights.cuda(), starts.cuda(), lengths.cuda()
-        select_keys.select_keys_flat(q.to(e4m3).cuda(), *rows, 50, k_scale=scale.cuda(), **chosen)
-        wanted, valid = topk_oracle(scale.expand(5, -1), 50, starts, lengths)
-        assert torch.equal(indices.cpu(), wanted)
-        assert torch.equal(counts.cpu(), valid)
+    rows = keys, weights.cuda(), starts.cuda(), lengths.cuda()
+    for plan in (topk.BY_PLANES, topk.FEW_BY_PLANES):
+        topk.plan_by_planes = lambda *_, plan=plan: plan._replace(gated=400, sampled=256)
+        for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
+            scale = hard_rows(kind, 1, len(keys))[0]
+            select_keys.select_keys_flat(q.to(e4m3).cuda(), *rows, 50, k_scale=scale.cuda(), **chosen)
+            wanted, valid = topk_oracle(scale.expand(5, -1), 50, starts, lengths)
+            assert torch.equal(indices.cpu(), wanted)
+            assert torch.equal(counts.cpu(), valid)
 
 
 def writes(tool: str) -> None:

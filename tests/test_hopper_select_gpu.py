@@ -179,6 +179,7 @@ def test_flat_selection_whose_sample_says_nothing_of_its_row(num_tokens: int, nu
         (1, 50000, 2048),
         (100, 9000, 100),
         (600, 19000, 2048),
+        (200, 60000, 2048),
         (1111, 33000, 2048),
         (170, 150000, 512),
         (900, 8100, 2048),

@@ -362,20 +362,19 @@ def test_gates_of_many_rows_whose_neighbours_score_alike_let_enough_pass() -> No
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_columns", "num_heads", "k", "planes"),
-    [(512, 32768, 32, 2048, True), (512, 65537, 32, 2048, False), (512, 8192, 64, 2048, True)]
-    + [(512, 8193, 64, 2048, False), (132, 32768, 32, 2048, False), (512, 4096, 32, 2048, False)]
-    + [(512, 32768, 32, 2049, False)],
+    ("num_rows", "num_columns", "k", "planes"),
+    [(512, 65536, 2048, True), (512, 65537, 2048, False), (132, 32768, 2048, False), (512, 4096, 2048, False)]
+    + [(512, 32768, 2049, False), (264, 32768, 2048, True), (265, 32768, 1, True)],
 )
-def test_scores_of_many_rows_lie_by_planes(
-    num_rows: int, num_columns: int, num_heads: int, k: int, planes: bool
-) -> None:
+def test_scores_of_many_rows_lie_by_planes(num_rows: int, num_columns: int, k: int, planes: bool) -> None:
     """Columns have 16 bits; top-k takes such rows by a CTA each; there is room for three words to two entries."""
-    assert topk.takes_planes(num_rows, num_columns, num_heads, H200[0], k) == planes
+    assert topk.takes_planes(num_rows, num_columns, H200[0], k) == planes
     if planes:
+        plan = topk.plan_by_planes(num_rows, H200[0])
+        assert (plan.threads == 512) == (num_rows <= 264)
         assert not topk.plan_for(num_rows, num_columns, *H200, k).short
-        assert topk.BY_PLANES.gated <= topk.BY_PLANES.capacity(k) * 3 // 2
-        assert (topk.BY_PLANES.shared_bytes(k) + RESERVED_SHARED_BYTES) * topk.BY_PLANES.ctas <= topk.SM_SHARED_BYTES
+        assert plan.gated <= plan.capacity(k) * 3 // 2
+        assert (plan.shared_bytes(k) + RESERVED_SHARED_BYTES) * plan.ctas <= topk.SM_SHARED_BYTES
 
 
 def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:

@@ -99,8 +99,16 @@ DEVICE void weigh(const float (&products)[L::PART_COLUMNS / 2], const float* wei
 // Sums of four, two apart, in the order of `add_up`; the first is left with it.
 DEVICE void add_up_own(float* values) { values[0] = (values[0] + values[2]) + (values[4] + values[6]); }
 
+// Heads whose relu is x + |x|, twice as much, by half of the weight: a maximum for each would leave one pipe more to do
+// than the other. The bits are the same but for weights below 2^-125, whose half is not exact. ptxas' schedule decides
+// which heads, and for which kernels (docs/notes.md).
+template <class L, Source SOURCE, bool PLANES>
+constexpr bool by_addition(int head) {
+  return SOURCE == FLAT && L::HEADS == 64 && (PLANES ? head / 2 % 2 : head % 2 == 0);
+}
+
 // The same of a part of all heads of a thread's tokens: four sums each, of the heads that `weigh` gives four lanes.
-template <class L>
+template <class L, Source SOURCE, bool PLANES>
 DEVICE void weigh_whole(const float (&products)[L::PART_COLUMNS / 2], const float* weights, float* sums, int part) {
 #pragma unroll
   for (int i = 0; i < L::PART_COLUMNS / 8; ++i)
@@ -110,7 +118,9 @@ DEVICE void weigh_whole(const float (&products)[L::PART_COLUMNS / 2], const floa
       for (int r = 0; r < 2; ++r) {
         const int of_tokens = (part * (L::PART_COLUMNS / 8) + i) * 2 + c, t = of_tokens / L::HEADS;
         const int head = of_tokens % L::HEADS;
-        const float positive = positive_or_nan(products[i * 4 + r * 2 + c]), weight = weights[of_tokens];
+        const float product = products[i * 4 + r * 2 + c], weight = weights[of_tokens];
+        const float positive =
+            by_addition<L, SOURCE, PLANES>(head) ? product + fabsf(product) : positive_or_nan(product);
         float& sum = sums[t * 8 + head % 8 / 2 * 2 + r];
         sum = head >= 8 || head % 2 ? __fmaf_rn(weight, positive, sum) : weight * positive;
         if (head == L::HEADS - 1) add_up_own(sums + t * 8 + r);
@@ -141,7 +151,7 @@ struct Stored {
         rows[t] -= (threadIdx.x >> 5 & 3) * 8;
         bounds[t].start -= 8;
       }
-      hold(rows[t]);  // else it is computed for every score
+      if (!PLANES || L::HEADS == 32) hold(rows[t]);  // else it is computed for every score, in less time with 64 heads
     }
   }
 
@@ -200,7 +210,8 @@ DEVICE void consume(const Params& p, u32 shared) {
           }
         } else {
 #pragma unroll
-          for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
+          for (int head = 0; head < L::HEADS; ++head)
+            weights[t * L::HEADS + head] = __ldg(own + head) * (by_addition<L, SOURCE, PLANES>(head) ? 0.5f : 1.f);
         }
       }
     } else {
@@ -239,7 +250,7 @@ DEVICE void consume(const Params& p, u32 shared) {
         next_own<L>(done);
       }
       if constexpr (L::WHOLE)
-        weigh_whole<L>(products, weights, sums, part);
+        weigh_whole<L, SOURCE, PLANES>(products, weights, sums, part);
       else
         weigh<L>(products, weights + part * (L::PART_COLUMNS / 4), sums + part * L::PART_TOKENS * 2);
       if (part < L::PARTS - 1) return;

@@ -91,7 +91,7 @@ def select_keys_flat(
         scores = whole[:, :num_columns]
         rows = {"row_starts": row_starts[tokens], "row_ends": row_ends[tokens]}
         given = q[tokens], k, weights[tokens]
-        planes = best.takes_planes(len(scores), num_columns, q.shape[1], num_sms(q.device.index), topk)
+        planes = best.takes_planes(len(scores), num_columns, num_sms(q.device.index), topk)
         way = {"programmatic": tokens.start > 0, "planes": planes}
         indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, **way, out=scores)
         chosen = {"indices": indices[tokens], "valid_counts": valid_counts[tokens]}

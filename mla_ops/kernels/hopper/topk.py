@@ -165,7 +165,8 @@ MEETINGS = (*(BESIDE_SCORES._replace(held=held) for held in (2, 4)), *(FEW._repl
 MANY = Plan(256, 2, 2, 4)
 # With a gate from 5,888 columns on, all rows that have none find room for a word a column.
 BY_PLANES = MANY._replace(gated=5888, planes=True)
-KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY, BY_PLANES))
+FEW_BY_PLANES = BY_PLANES._replace(threads=512, ctas=2)  # while no SM has more rows than two
+KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY, BY_PLANES, FEW_BY_PLANES))
 
 
 def deviations_for(num_rows: int) -> float:
@@ -202,14 +203,15 @@ def plan_for(
     return plan._replace(sampled=sampled, spare=spare, deviations=deviations_for(num_rows))
 
 
-def takes_planes(num_rows: int, num_columns: int, num_heads: int, num_sms: int, topk: int) -> bool:
-    """Whether scores should lie by planes.
+def takes_planes(num_rows: int, num_columns: int, num_sms: int, topk: int) -> bool:
+    """Whether scores should lie by planes: there is room for what a gate lets pass, and 16 bits for a column."""
+    return num_rows > num_sms and SHORT[0].chunk < num_columns <= LONG_ROW and topk <= 2048
 
-    There is room for what a gate lets pass, and 16 bits for a column. With 64 heads, rows of more columns take longer:
-    so does ptxas' schedule of their scores (docs/notes.md).
-    """
-    most = 8192 if num_heads == 64 else LONG_ROW
-    return num_rows > num_sms and SHORT[0].chunk < num_columns <= most and topk <= 2048
+
+def plan_by_planes(num_rows: int, num_sms: int) -> Plan:
+    """Chooses for rows whose scores lie by planes."""
+    plan = FEW_BY_PLANES if num_rows <= FEW_BY_PLANES.ctas * num_sms else BY_PLANES
+    return plan._replace(deviations=deviations_for(num_rows))
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
@@ -295,7 +297,7 @@ def topk_indices(
         return
     device_index = scores.device.index
     if planes:
-        plan = BY_PLANES._replace(deviations=deviations_for(num_rows))
+        plan = plan_by_planes(num_rows, num_sms(device_index))
     else:
         plan = plan_for(
             num_rows,
