@@ -36,11 +36,12 @@ NAMES = {
     "growing": "grow",
 }
 REFERENCES = "references of 64 heads move in most turns"
-WIDE = "wide turns: scales of a key span more than float16 holds"
+WIDE = "wide turns: scales of a key span more than 25 binades"
+SMALL = "references of 64 heads move in most turns, and groups far below their keys' largest are divided"
 BLOCKS = "keys of a block that a table has not got keep their place in a turn, and warps clear it by stores"
 # Why a kind takes more than `BAR`, or is wrong: by its lowering and kernel, or how these begin.
 WHY = {
-    "hopper": {"2^20": REFERENCES, "grow": REFERENCES, "large": REFERENCES, "spread": WIDE, "wild30": WIDE},
+    "hopper": {"2^20": REFERENCES, "grow": REFERENCES, "large": REFERENCES, "spread": SMALL, "wild30": WIDE},
     "hopper dense": {"7/8": BLOCKS, "1/2": BLOCKS, "1/8": BLOCKS, "tail": BLOCKS, "none": BLOCKS},
     "triton": {
         "s 1": "all SMs read the same lines of L2",

@@ -68,6 +68,7 @@ def v4_powers_apart(exponents: torch.Tensor) -> torch.Tensor:
     largest, least = exponents.amax(-1).long(), exponents.amin(-1).long()
     fits = (largest >= 110) & (largest <= 122) & (least >= 105)
     exponent = torch.where(fits, 0, (largest - 120).clamp(-60, 40))
+    exponent = torch.where(least - exponent < 105, (largest - 125).clamp(-60, 40), exponent)
     return torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent)
 
 

@@ -208,5 +208,10 @@ T atomicMax(T* place, T value) {
 }
 static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
 static int __clzll(unsigned long long value) { return value ? __builtin_clzll(value) : 64; }
+static unsigned __reduce_or_sync(unsigned, unsigned value) {
+  unsigned any = 0;
+  for (uint64_t one : simt::meet_warp(value)) any |= static_cast<unsigned>(one);
+  return any;
+}
 static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static int __popc(unsigned value) { return __builtin_popcount(value); }

@@ -20,6 +20,8 @@
 #define multiply_bfloat16 ptx_multiply_bfloat16
 #define reciprocal_approx ptx_reciprocal_approx
 #define store_shared_float ptx_store_shared_float
+#define store_shared_4 ptx_store_shared_4
+#define store_shared_16 ptx_store_shared_16
 #include "ptx.cuh"
 #undef pack_bfloat16
 #undef load_shared_4
@@ -38,9 +40,13 @@
 #undef multiply_bfloat16
 #undef reciprocal_approx
 #undef store_shared_float
+#undef store_shared_4
+#undef store_shared_16
 #define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
+#define multiply_e4m3 ptx_multiply_e4m3
 #include "wide_ptx.cuh"
 #undef e4m3_to_bfloat16
+#undef multiply_e4m3
 
 static u32 pack_bfloat16(float low, float high) {
   auto half = [](float x) {
@@ -57,6 +63,8 @@ T& at(u32 address) {
 static u32 load_shared_4(u32 address) { return at<u32>(address); }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static uint4 load_shared_16(u32 address) { return at<uint4>(address); }
+static void store_shared_4(u32 address, u32 word) { at<u32>(address) = word; }
+static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
 static float load_shared_float(u32 address) { return at<float>(address); }
 static float2 load_shared_float2(u32 address) { return at<float2>(address); }
 static void copy_4(u32 destination, const void* source) { std::memcpy(&at<char>(destination), source, 4); }
@@ -69,15 +77,28 @@ void named_barrier() {
   simt::meet_cta();
 }
 
-static u32 e4m3_to_bfloat16(u32 pair) {
-  float v[2];
-  for (int i = 0; i < 2; ++i) {
-    const int byte = pair >> 8 * i & 255, exponent = byte >> 3 & 15, mantissa = byte & 7;
-    float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(1.f * mantissa, -9);
-    if ((byte & 127) == 127) x = NAN;
-    v[i] = byte & 128 ? -x : x;
+static float of_e4m3(int byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(1.f * mantissa, -9);
+  return (byte & 127) == 127 ? NAN : byte & 128 ? -x : x;
+}
+
+static u32 e4m3_to_bfloat16(u32 pair) { return pack_bfloat16(of_e4m3(pair & 255), of_e4m3(pair >> 8 & 255)); }
+
+// By a power of two of at most 1, to nearest even.
+static u32 multiply_e4m3(u32 word, u32 factor) {
+  u32 result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int byte = word >> 8 * i & 255, sign = byte & 128;
+    const float x = std::fabs(of_e4m3(byte)) * std::ldexp(1.f, static_cast<int>(factor >> 10 & 31) - 15);
+    int found = 127;
+    for (int one = 0; one < 127; ++one) {
+      const float off = std::fabs(of_e4m3(one) - x), best = found == 127 ? INFINITY : std::fabs(of_e4m3(found) - x);
+      if (off < best || off == best && one % 2 == 0) found = one;
+    }
+    result |= static_cast<u32>(sign | found) << 8 * i;
   }
-  return pack_bfloat16(v[0], v[1]);
+  return result;
 }
 
 // The fragments lie as a warp's lanes have them.
@@ -124,6 +145,7 @@ void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
 }
 
 #define __fdividef(a, b) ((a) / (b))
+#include "keys.cuh"
 #include "wide.cuh"
 
 // 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
@@ -196,4 +218,43 @@ extern "C" int wide(int heads, int v4, const unsigned char* rows, const unsigned
            0;
   RUN(16) RUN(24) RUN(32) RUN(64)
   return 1;
+}
+
+// 64 rows and their scales once small groups are divided, and of each key the power of two taken out and its kind. Keys of
+// a warp stay as they are if one of them is wide.
+template <Format FORMAT>
+void lower_rows(unsigned char* rows, unsigned char* scales, u32* undo, u32* kinds) {
+  using L = Layout<64, FORMAT>;
+  using R = Rows<FORMAT>;
+  simt::launch(1, 1, 128, L::BYTES, 1, [&]() {
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (thread == 0) {
+      std::memcpy(&at<char>(L::RAW), rows, 64 * R::BYTES);
+      if (R::SCALES_APART) std::memcpy(&at<char>(L::SCALES), scales, 64 * R::SCALES_PITCH);
+    }
+    simt::meet_cta();
+    const Places places = places_of<64, FORMAT>(0, warp, lane);
+    const u32 scales_0 = places.scales + warp * L::SCALES_SLOT;
+    // Two warpgroups of scores have steps of their own.
+    ScalesOfTwo<FORMAT> own{{R::load_scales(scales_0), R::load_scales(scales_0 + 8 * R::SCALES_PITCH)}};
+    u32 kind = 0;
+    for (int r = 0; r < 2; ++r) {
+      const int key = warp * 16 + R::raw_row(lane / 4) + r * 8;
+      kind |= kinds[key] = R::take_out(own.of[r], undo[key]);
+    }
+    if (__reduce_or_sync(~0u, kind) == HAS_SMALL) {
+      lower_keys<FORMAT, 0, 3>(own, places.raw + warp * L::RAW_SLOT);
+      lower_keys<FORMAT, 3, R::LATENT / 64>(own, places.raw + warp * L::RAW_SLOT);
+    }
+    raise_scales<FORMAT>(scales_0, thread);
+    simt::meet_cta();
+    if (thread == 0) {
+      std::memcpy(rows, &at<char>(L::RAW), 64 * R::BYTES);
+      if (R::SCALES_APART) std::memcpy(scales, &at<char>(L::SCALES), 64 * R::SCALES_PITCH);
+    }
+  });
+}
+
+extern "C" void lower(int v4, unsigned char* rows, unsigned char* scales, u32* undo, u32* kinds) {
+  (v4 ? lower_rows<FP8_DS_MLA_V4> : lower_rows<FP8_DS_MLA>)(rows, scales, undo, kinds);
 }

@@ -37,7 +37,7 @@ class Call:
             self.cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
             self.indices = some_indices(num_tokens, 1100, 64 * 64, device)
         else:
-            self.cache, self.indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1100, device)
+            self.cache, self.indices = rows_with_wide_scales(cache_format, -26, num_tokens, 1100, device)
         self.q = queries(num_tokens, num_heads, torch.bfloat16, device, width)
         lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
         lengths = lengths.repeat(-(-num_tokens // len(lengths)))[:num_tokens]

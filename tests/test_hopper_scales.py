@@ -39,6 +39,13 @@ def taken_of_fp8(library: ctypes.CDLL, scales: list[float]) -> tuple[bool, bool,
     return bool(flags & 1), bool(flags & 2), power_of(undo.value), list(struct.unpack("<4f", bytes(words)))
 
 
+def raised_of_fp8(library: ctypes.CDLL, scales: list[float]) -> tuple[list[int], list[float]]:
+    """Binades by which a group's e4m3 are divided, and the scales that they then have."""
+    words = (ctypes.c_uint32 * 4)(*struct.unpack("<4I", struct.pack("<4f", *scales)))
+    exponents = library.raise_fp8(words)
+    return [exponents >> 4 * group & 15 for group in range(4)], list(struct.unpack("<4f", bytes(words)))
+
+
 def taken_of_v4(library: ctypes.CDLL, scales: list[int]) -> tuple[bool, bool, float, list[int]]:
     words = (ctypes.c_uint32 * 2)(*struct.unpack("<2I", bytes([*scales, 0])))
     undo = ctypes.c_uint32()
@@ -48,22 +55,28 @@ def taken_of_v4(library: ctypes.CDLL, scales: list[int]) -> tuple[bool, bool, fl
 
 @pytest.mark.parametrize("power", range(RANGE[0] - 2, RANGE[1] - 1))
 def test_scales_of_any_size_that_are_near_one_another_are_held(library: ctypes.CDLL, power: int) -> None:
-    """Within 19 binades of the largest, or zero: divided by a power of two, exactly, and next to other keys' scales."""
+    """Within 25 binades of the largest, or zero: divided by powers of two, exactly, and next to other keys' scales."""
     random.seed(power)
     for _ in range(50):
         largest = random.uniform(1.0, 1.999) * 2.0**power
-        scales = [largest, *(largest * 2.0 ** random.uniform(-17.9, 0.0) for _ in range(2)), 0.0]
+        scales = [largest, *(largest * 2.0 ** random.uniform(-24.9, 0.0) for _ in range(2)), 0.0]
         random.shuffle(scales)
         scales = list(struct.unpack("<4f", struct.pack("<4f", *scales)))
         outside, wide, undo, left = taken_of_fp8(library, scales)
-        assert (outside, wide) == (True, False)
+        assert not wide
         assert math.frexp(undo)[0] == 0.5
         assert left == [scale * undo for scale in scales]
-        operands = [scale * FACTOR for scale in left]
-        assert all(operand == 0 or LEAST <= operand < MOST for operand in operands)
+        exponents, raised = raised_of_fp8(library, left)
+        assert raised == [scale * 2.0**exponent for scale, exponent in zip(left, exponents, strict=True)]
+        assert [exponent > 0 for exponent in exponents] == [0 < scale < 2.0**-22 for scale in left]
+        assert max(exponents) <= 5
+        operands = [scale * FACTOR for scale in raised]
+        assert all(operand == 0 or LEAST / 2 <= operand < MOST for operand in operands)
         # a key's weight and another's both become float16: their largest operands differ by less than 2^12
         assert max(operands) >= MOST / 2**12
-        assert (undo == 1) == (-13 <= power < -1 and min(s for s in scales if s) >= 2.0**-21)
+        fits = -13 <= power < -1 and min(s for s in scales if s) >= 2.0**-21
+        assert outside or fits
+        assert undo == 1 or not fits
 
 
 @pytest.mark.parametrize("scale", [2.0**-13, 2.0**-7, 0.0101, 2.0**-1 - 2.0**-25])
@@ -90,17 +103,23 @@ def test_a_key_of_zeros_weighs_least_beside_others(library: ctypes.CDLL) -> None
 
 def test_every_byte_of_v4(library: ctypes.CDLL) -> None:
     for largest in range(256):
-        for least in range(max(0, largest - 20), largest + 1):
+        for least in range(max(0, largest - 28), largest + 1):
             scales = [largest, *[least] * 5, (largest + least) // 2]
             outside, wide, undo, left = taken_of_v4(library, scales)
             usual = least >= 110 and largest <= 122
             assert outside == (not usual)
             taken = 0 if least >= 105 and 110 <= largest <= 122 else min(max(largest - 120, RANGE[0]), RANGE[1])
+            if lowers := least - taken < 105:
+                taken = min(max(largest - 125, RANGE[0]), RANGE[1])
             assert undo == 2.0**-taken
-            held = least > 0 and largest < 255 and least - taken >= 105 and largest - taken <= 122
+            held = least > 0 and least - taken >= 100 and largest - taken <= (125 if lowers else 122)
             assert wide == (not held)
             if held:
                 assert left == [byte - taken for byte in scales] + [0]
+                words = (ctypes.c_uint32 * 2)(*struct.unpack("<2I", bytes(left)))
+                exponents = library.raise_v4(words)
+                assert [exponents >> 4 * group & 15 for group in range(7)] == [max(105 - byte, 0) for byte in left[:7]]
+                assert list(bytes(words)) == [max(byte, 105) for byte in left[:7]] + [0]
 
 
 def test_the_oracle_bounds_weights_by_the_powers_that_are_taken_out(library: ctypes.CDLL) -> None:

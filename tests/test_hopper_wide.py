@@ -64,3 +64,41 @@ def test_scores_and_sums_of_scales_of_any_size(library: ctypes.CDLL, v4: bool, h
     assert scores.isfinite().all()
     values, exact = keys[:, :512] * FACTOR, weights.double().T
     assert ((sums - exact @ values).abs() <= 2**-13 * (exact @ values.abs())).all()
+
+
+@pytest.mark.parametrize("v4", [False, True])
+def test_groups_far_below_their_keys_largest_are_divided_where_they_lie(library: ctypes.CDLL, v4: bool) -> None:
+    """By as much as their scales rise: keys stay what they were, but for half of e4m3's least number."""
+    generator = torch.Generator().manual_seed(7)
+    rows, apart, _ = rows_of(v4, generator)
+    width, group = (448, 64) if v4 else (512, 128)
+    powers = torch.randint(-12, 13, (64, width // group), generator=generator)
+    powers[:24] = powers[:24, :1]
+    powers[14, 1] -= 23
+    powers[15, 0] += 40  # float16 does not hold that key, and its warp's others stay as they are
+    scales = powers.double().exp2() * (1 if v4 else 1.375)
+    if v4:
+        apart[:, :7] = (powers + 127).to(torch.uint8)
+    else:
+        rows[:, 512:528] = scales.float().view(torch.uint8)
+
+    def values() -> tuple[torch.Tensor, torch.Tensor]:
+        own = (apart[:, :7].double() - 127).exp2() if v4 else rows[:, 512:528].contiguous().view(torch.float32).double()
+        return rows[:, :width].view(E4M3).double() * own.repeat_interleave(group, 1), own
+
+    before, scales = values()
+    undo, kinds = torch.empty(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
+    library.lower(int(v4), pointer(rows), pointer(apart), pointer(undo), pointer(kinds))
+    after, raised = values()
+    assert kinds[:24].tolist() == [0] * 14 + [2, 1] + [0] * 8
+    assert (kinds[24:] == 2).any()
+    lowered = kinds == 2
+    lowered[:16] = False
+    assert (raised[~lowered] == scales[~lowered]).all()
+    assert (after[~lowered] == before[~lowered]).all()
+    least = 2.0**-22 * (undo << 16).view(torch.float32).double().reciprocal()[:, None]
+    assert (raised[16:] >= least[16:]).all()
+    assert (torch.frexp(raised / scales).mantissa == 0.5).all()
+    assert ((raised > scales).any(1) == lowered).all()
+    bound = 2.0**-10 * torch.where(raised > scales, raised, 0.0).repeat_interleave(group, 1)
+    assert ((after - before).abs() <= bound).all()

@@ -19,7 +19,11 @@ constexpr int LEAST_TAKEN = -60, MOST_TAKEN = 40;
 // A row as the gather brings it: LATENT e4m3 with a scale for each GROUP of them, and 64 bfloat16, the RoPE part.
 // It has CHUNKS chunks of 64 dims, the last one being RoPE. Operands are FACTOR times as large as keys.
 // `outside(scales)` says of a lane's two keys whether one may have to have an exponent taken out, which `take_out` does:
-// it leaves 2^-exponent in `undo`, bfloat16, 1 for none, and returns whether float16 does not hold the scales of a key together.
+// it leaves 2^-exponent in `undo`, bfloat16, 1 for none, and returns whether float16 does not hold a key's scales, or
+// only once `raise_small` has multiplied some by powers of two, by which e4m3 of their groups have to be divided. That
+// one returns the exponents, four bits for each group.
+constexpr u32 IS_WIDE = 1, HAS_SMALL = 2;
+
 template <Format FORMAT>
 struct Rows;
 
@@ -49,6 +53,8 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   static DEVICE float scale(u32 scales, int group) { return load_shared_float(scales + group * 4); }
 
   static constexpr u32 LEAST = 0x35000000u, LEAST_LARGEST = 0x39000000u, TOP = 0x3f000000u;  // 2^-21, 2^-13, 2^-1
+  // Least scales of groups as they are, and of those whose e4m3 are divided by the rest: 2^-22 and 2^-27.
+  static constexpr u32 LEAST_NORMAL = 0x34800000u, LEAST_LOWERED = 0x32000000u;
 
   static DEVICE bool outside(const Scales (&scales)[2]) {
     u32 largest = 0, least = ~0u;
@@ -61,8 +67,9 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   }
 
   // Scales are held that are 0 or in [2^-21, 2^-1). Where they are not, or the largest is below 2^-13, it comes to
-  // [2^-2, 2^-1). No exponent is taken from scales that are denormal, infinite, NaN or negative.
-  static DEVICE bool take_out(Scales& scales, u32& undo) {
+  // [2^-2, 2^-1), and those from 2^-27 on are held. No exponent is taken from scales that are denormal, infinite, NaN
+  // or negative.
+  static DEVICE u32 take_out(Scales& scales, u32& undo) {
     u32 largest = 0, least = ~0u;  // negative, infinite and NaN bits are too large; 0 is not the least
 #pragma unroll
     for (int i = 0; i < 4; ++i) largest = max(largest, word(scales, i)), least = min(least, word(scales, i) - 1);
@@ -73,7 +80,21 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
     auto divided = [&](u32 scale) { return scale == 0 ? 0 : scale - shift; };
     scales = make_uint4(divided(scales.x), divided(scales.y), divided(scales.z), divided(scales.w));
     undo = power_of_two(-taken);
-    return largest - shift >= TOP || largest != 0 && static_cast<int>(least - shift) < static_cast<int>(LEAST);
+    const int smallest = largest == 0 ? LEAST : least - shift;
+    if (largest - shift >= TOP || smallest < static_cast<int>(LEAST_LOWERED)) return IS_WIDE;
+    return smallest < static_cast<int>(LEAST_NORMAL) ? HAS_SMALL : 0;
+  }
+
+  static DEVICE u32 raise_small(Scales& scales) {
+    u32 exponents = 0;
+    auto raised = [&](u32 scale, int group) {
+      const int binades = max(static_cast<int>(LEAST_NORMAL >> 23) - static_cast<int>(scale >> 23), 0);
+      if (scale == 0) return scale;
+      exponents |= static_cast<u32>(binades) << 4 * group;
+      return scale + (static_cast<u32>(binades) << 23);
+    };
+    scales = make_uint4(raised(scales.x, 0), raised(scales.y, 1), raised(scales.z, 2), raised(scales.w, 3));
+    return exponents;
   }
 
   // Keys of a warp stand in the order of its lanes' loads: neighbouring groups of four lanes then read other banks.
@@ -114,6 +135,9 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
   // Scales are held from 2^-22, byte 105, on. Where they are not, or the largest is not of bytes 110 to 122, it comes to
   // byte 120: RoPE, a part of the same vector, then has room as in keys of unit normals.
   static constexpr int LEAST = 105, LEAST_LARGEST = 110, MOST_LARGEST = 122, TAKEN_TO = 120;
+  // Keys that this does not hold have their largest scale at byte 125, where float16 still holds RoPE of 1,024 times as
+  // much. Groups of less than LEAST, down to byte 100, have their e4m3 divided by the rest.
+  static constexpr int TAKEN_TO_MOST = 125, LEAST_LOWERED = 100;
 
   static DEVICE bool outside(const Scales (&scales)[2]) {
     u32 outside = 0;
@@ -128,7 +152,7 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
            ((bytes & 0x7f7f7f7fu) + (127 - MOST_LARGEST) * 0x01010101u);
   }
 
-  static DEVICE bool take_out(Scales& scales, u32& undo) {
+  static DEVICE u32 take_out(Scales& scales, u32& undo) {
     int least = 255, largest = 0;
 #pragma unroll
     for (int group = 0; group < 7; ++group) {
@@ -137,10 +161,25 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
     }
     int taken = min(max(largest - TAKEN_TO, LEAST_TAKEN), MOST_TAKEN);
     if (least >= LEAST && largest >= LEAST_LARGEST && largest <= MOST_LARGEST) taken = 0;
+    const bool lowers = least - taken < LEAST;
+    if (lowers) taken = min(max(largest - TAKEN_TO_MOST, LEAST_TAKEN), MOST_TAKEN);
     undo = power_of_two(-taken);
-    if (least == 0 || largest == 255 || least - taken < LEAST || largest - taken > MOST_LARGEST) return true;
+    if (least == 0 || least - taken < LEAST_LOWERED || largest - taken > (lowers ? TAKEN_TO_MOST : MOST_LARGEST))
+      return IS_WIDE;
     scales.x -= static_cast<u32>(taken) * 0x01010101u, scales.y -= static_cast<u32>(taken) * 0x00010101u;
-    return false;
+    return least - taken < LEAST ? HAS_SMALL : 0;
+  }
+
+  static DEVICE u32 raise_small(Scales& scales) {
+    u32 exponents = 0, more[2] = {0, 0};
+#pragma unroll
+    for (int group = 0; group < 7; ++group) {
+      const int byte = (group < 4 ? scales.x : scales.y) >> group % 4 * 8 & 255;
+      const u32 binades = max(LEAST - byte, 0);
+      exponents |= binades << 4 * group, more[group / 4] |= binades << group % 4 * 8;
+    }
+    scales.x += more[0], scales.y += more[1];
+    return exponents;
   }
 
   static DEVICE int raw_row(int g) { return g; }  // a row is an odd number of half turns around the banks

@@ -3,6 +3,7 @@
 
 #include "layout.cuh"
 #include "wgmma.cuh"
+#include "wide_ptx.cuh"
 
 template <Format FORMAT>
 constexpr int ROPE = Rows<FORMAT>::CHUNKS - 1;
@@ -140,17 +141,117 @@ DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows
     }
 }
 
+template <Format FORMAT>
+struct ScalesOfTwo {
+  typename Rows<FORMAT>::Scales of[2];
+};
+
+// Divides e4m3 of a lane's groups with small scales by powers of two where they lie, chunks from BEGIN to END. No other
+// thread reads them, but in a wide turn, which has its scales from `raise_scales`.
+template <Format FORMAT, int BEGIN, int END>
+DEVICE ScalesOfTwo<FORMAT> lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
+  using R = Rows<FORMAT>;
+  constexpr int OF_GROUP = R::GROUP / 64;  // chunks
+  auto flags = [](u32 exponents) { return (exponents + 0x07777777u & 0x08888888u) >> 3; };
+  const u32 first = R::raise_small(scales.of[0]), second = R::raise_small(scales.of[1]);
+  u32 left = __reduce_or_sync(~0u, flags(first) | flags(second) << 1);  // a bit for each group and key of a lane
+  constexpr u32 UP_TO_END = END == R::LATENT / 64 ? ~0u : (1u << (END + OF_GROUP - 1) / OF_GROUP * 4) - 1,
+                FROM_BEGIN = ~0u << BEGIN / OF_GROUP * 4;
+  left &= UP_TO_END & FROM_BEGIN;
+#pragma unroll 1
+  for (; left != 0; left &= left - 1) {
+    const int bit = __ffs(left) - 1, chunk = (bit >> 2) * OF_GROUP;
+    const u32 exponent = (bit & 1 ? second : first) >> (bit & 28) & 15, factor = (15 - exponent << 10) * 0x10001u;
+    const u32 place = raw_0 + (bit & 1) * (8 * R::BYTES) + chunk * 64;
+    uint4 v[OF_GROUP];
+#pragma unroll
+    for (int c = 0; c < OF_GROUP; ++c) v[c] = load_shared_16(place + c * 64);
+#pragma unroll
+    for (int c = 0; c < OF_GROUP; ++c)
+      if (chunk + c >= BEGIN && chunk + c < END)
+        store_shared_16(place + c * 64, multiply_e4m3(v[c].x, factor), multiply_e4m3(v[c].y, factor),
+                        multiply_e4m3(v[c].z, factor), multiply_e4m3(v[c].w, factor));
+  }
+  fence_async_shared();  // other keys are copied there
+  return scales;
+}
+
+DEVICE u32 word(const uint2& v, int i) { return i == 0 ? v.x : v.y; }
+
+// Scales of a warp's keys in memory as `lower_keys` left e4m3 for them, before a wide turn reads both.
+template <Format FORMAT>
+DEVICE void raise_scales(u32 scales_0, int thread) {
+  using R = Rows<FORMAT>;
+  const int own = thread & sizeof(typename R::Scales) / 4 - 1;  // word
+  ScalesOfTwo<FORMAT> scales;
+  u32 kinds = 0, unused, raised[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    scales.of[r] = R::load_scales(scales_0 + r * (8 * R::SCALES_PITCH));
+    raised[r] = word(scales.of[r], own);
+    kinds |= R::take_out(scales.of[r], unused);
+    raised[r] -= word(scales.of[r], own);
+  }
+  if (__reduce_or_sync(~0u, kinds) != HAS_SMALL) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    R::raise_small(scales.of[r]);
+    store_shared_4(scales_0 + r * (8 * R::SCALES_PITCH) + own * 4, raised[r] + word(scales.of[r], own));
+  }
+  __syncwarp();
+}
+
+// Whether keys are lowered. Turns by group take them as they are, and so do wide turns of 64 heads where rows may be shared
+// evenly, in kernels of two ways: the other one would spill.
+template <int HEADS, Launch LAUNCH, bool FOR_FEW>
+constexpr bool LOWERS = LAUNCH != Launch::MANY_ROWS &&
+                        (HEADS < 64 || LAUNCH != Launch::BALANCED &&
+                                           (FOR_FEW || LAUNCH != Launch::GROUPS && LAUNCH != Launch::CLUSTERS));
+
+// Functions lie behind all roles: in the loop they would be in the way of keys that do not need them. Tiles of 32 heads
+// would spill. Where two ways of a kernel call one, ptxas does without `setmaxnreg`: each LAUNCH has its own.
+template <int HEADS>
+constexpr bool CALLS = HEADS != 32;
+
+template <Format FORMAT, int BEGIN, int END, Launch LAUNCH>
+FUNCTION ScalesOfTwo<FORMAT> call_lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
+  return lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
+}
+
+template <Format FORMAT, Launch LAUNCH>
+FUNCTION void call_raise_scales(u32 scales_0, int thread) {
+  raise_scales<FORMAT>(scales_0, thread);
+}
+
 // Divides a lane's keys by powers of two of their own where one of its warp needs that, which is returned: their
 // scales, and RoPE that is no value where it is among the start's bytes. `undo`: by what they were multiplied, a pair
 // of bfloat16. `wide`: whether this does not make float16 hold them.
-template <int HEADS, Format FORMAT, bool ONE, int FIRST>
-DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool FOR_FEW, bool ONE, int FIRST, int COUNT>
+DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide, const Places& places, int slot) {
   using R = Rows<FORMAT>;
   undo = ONE_EACH, wide = false;
   if (!__any_sync(~0u, R::outside(start.scales))) return false;
   u32 second;
-  wide = R::take_out(start.scales[0], undo), wide |= R::take_out(start.scales[1], second);
+  const u32 kinds = R::take_out(start.scales[0], undo) | R::take_out(start.scales[1], second);
   undo |= second << 16;
+  // Where a key is wide, the others need not be lowered.
+  constexpr bool CAN = LOWERS<HEADS, LAUNCH, FOR_FEW>;
+  wide = CAN ? kinds & IS_WIDE : kinds != 0;
+  if (CAN && __reduce_or_sync(~0u, kinds) == HAS_SMALL) {
+    constexpr int LATER = R::ROPE_IS_VALUE ? 1 : 0;  // V4's first steps have RoPE among them
+    constexpr int BEGIN = FIRST > 0 ? FIRST - LATER : 0, END = ONE || FIRST > 0 ? R::LATENT / 64 : COUNT - LATER;
+    const u32 raw_0 = places.raw + opaque(slot) * Layout<HEADS, FORMAT>::RAW_SLOT;
+    ScalesOfTwo<FORMAT> scales{{start.scales[0], start.scales[1]}};
+    if constexpr (CALLS<HEADS>)
+      scales = call_lower_keys<FORMAT, BEGIN, END, LAUNCH>(scales, raw_0);
+    else
+      scales = lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
+    start.scales[0] = scales.of[0], start.scales[1] = scales.of[1];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      if (chunk_of<ONE, FORMAT>(FIRST + n) != ROPE<FORMAT>)
+        load_bytes<FORMAT>(start.bytes[n], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + n));
+  }
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     if (R::ROPE_IS_VALUE || chunk_of<ONE, FORMAT>(FIRST + n) != ROPE<FORMAT>) continue;

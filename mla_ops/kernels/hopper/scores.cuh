@@ -82,11 +82,11 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 }
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
-template <int HEADS, Format FORMAT, bool PERSISTENT, bool FOR_FEW>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool FOR_FEW>
 DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT>;
+  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, is_persistent(LAUNCH) && !in_shares(LAUNCH)>;
   const int warp = thread >> 5, lane = thread & 31;
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   int &i = at.turn, &slot = at.slot, &parity = at.parity;
@@ -102,7 +102,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
-    take_out<HEADS, FORMAT, false, FIRST>(start, undo, wide);
+    take_out<HEADS, FORMAT, LAUNCH, FOR_FEW, false, FIRST, R::CHUNKS - FIRST>(start, undo, wide, places, slot);
     multiply<HEADS, FORMAT, false, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
                                                       {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
     __syncwarp();
@@ -192,6 +192,13 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
+        if constexpr (LOWERS<HEADS, LAUNCH, FOR_FEW>) {
+          const u32 scales = places.scales + slot * L::SCALES_SLOT;
+          if constexpr (CALLS<HEADS>)
+            call_raise_scales<FORMAT, LAUNCH>(scales, opaque(thread));
+          else
+            raise_scales<FORMAT>(scales, opaque(thread));
+        }
         turn = WIDE;
         if constexpr (!BY_GROUPS) {
           wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
@@ -271,7 +278,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         const u32 alive = start.alive & 0xffff;
         last = uniform(start.alive) >= LAST_TURN;
         bool wide;
-        apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+        apart = take_out<HEADS, FORMAT, LAUNCH, FOR_FEW, ONE, 0, FIRST>(start, undo, wide, places, slot);
         u32 fragments[2][16];
         wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
             products, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,

@@ -42,7 +42,6 @@ DEVICE void attend(const Params& p) {
   constexpr bool ONE_OF_32 = HEADS == 32 && ONE;
   constexpr int GATHER = ONE_OF_32 ? 24 : L::GATHER_REGISTERS,
                 OF_32 = is_held(LAUNCH) || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
-  constexpr bool LONG = PERSISTENT && !SHARES;
   constexpr int SCORERS = ONE ? 1 : 2;
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
 
@@ -205,7 +204,7 @@ DEVICE void attend(const Params& p) {
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
-        score_rest<HEADS, FORMAT, LONG, FOR_FEW>(row, shared, thread, at);
+        score_rest<HEADS, FORMAT, LAUNCH, FOR_FEW>(row, shared, thread, at);
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
       if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);

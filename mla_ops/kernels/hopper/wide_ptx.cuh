@@ -4,6 +4,8 @@
 #include "arithmetic.cuh"
 #include "wgmma.cuh"
 
+#define FUNCTION __device__ __noinline__
+
 // The e4m3 in the lower half of a word.
 DEVICE u32 e4m3_to_bfloat16(u32 pair) {
   u32 v;
@@ -37,6 +39,26 @@ DEVICE void e4m3_to_float16(u32 word, u32& low, u32& high) {
       "}"
       : "=r"(low), "=r"(high)
       : "r"(word));
+}
+
+// Four e4m3 in a word, times a pair of float16, as e4m3 again.
+DEVICE u32 multiply_e4m3(u32 word, u32 factor) {
+  u32 v;
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      ".reg .b32 x, y;\n"
+      "mov.b32 {a, b}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 x, a;\n"
+      "cvt.rn.f16x2.e4m3x2 y, b;\n"
+      "mul.rn.f16x2 x, x, %2;\n"
+      "mul.rn.f16x2 y, y, %2;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 a, x;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 b, y;\n"
+      "mov.b32 %0, {a, b};\n"
+      "}"
+      : "=r"(v)
+      : "r"(word), "r"(factor));
+  return v;
 }
 
 // The smaller of two pairs of unsigned 16-bit numbers, each half by itself.
