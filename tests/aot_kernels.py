@@ -241,6 +241,9 @@ def heads_of_tiles(pick: Callable[[int], Any], numbers: Iterable[int]) -> list[i
     return list(first.values())
 
 
+AN_OUTPUT = torch.empty(1, 128, 512, dtype=torch.bfloat16)  # with room for indices
+
+
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:
     device = (capability // 10, capability % 10)
     cases = []
@@ -274,7 +277,9 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         looks = sparse_attention.looks_at_indices(keys, tile, partial, everything)
         parts = (64 if tile.block_h == 16 else 2) if partial else 1
         steady = sparse_attention.is_steady(tile, keys, dtype, 2048, parts)
-        fixed = keys, tile, dim == 576, 8, out_unit, partial, looks, steady
+        keeps = looks and not partial and sparse_attention.keeps_indices(tile, AN_OUTPUT, 2048)
+        copies = sparse_attention.spares_copies(tile, keys, 2048, parts)
+        fixed = keys, tile, dim == 576, 8, out_unit, partial, looks, steady, keeps, copies
         constants = {"OPTIONS": attention_options(*fixed, upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
@@ -285,11 +290,16 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             beside = sparse_attention.tile(device, heads, mode, alone=False)
             looks = sparse_attention.looks_at_indices(keys, beside, partial, everything)
             steady = sparse_attention.is_steady(beside, keys, dtype, 2048, 1)
-            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks, steady=steady)
+            beside_keeps = looks and sparse_attention.keeps_indices(beside, AN_OUTPUT, 2048)
+            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks, steady=steady, keeps=beside_keeps)
             options = {"num_warps": beside.num_warps}
             yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
+        if keeps and not everything:
+            # for outputs without room for indices
+            masked = {"OPTIONS": replace(constants["OPTIONS"], keeps=False)}
+            yield replace(variant, name=name.replace("]", ", masks]"), constants=masked)
         if parts > 2 and sparse_attention.is_steady(tile, keys, dtype, 2048, 2):
-            long = {"OPTIONS": replace(constants["OPTIONS"], steady=True)}
+            long = {"OPTIONS": replace(constants["OPTIONS"], steady=True, copies=True)}
             yield replace(variant, name=name.replace("]", ", long parts]"), constants=long)
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
             yield in_halves(variant)

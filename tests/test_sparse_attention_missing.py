@@ -54,10 +54,14 @@ def test_attention_equals_float64(
     check("triton", queries(len(MISSING), 3, BF16, device), cache, indices, cache_format)
 
 
-def test_rows_of_more_keys_than_are_looked_at_together(device: torch.device, cache_format: str) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_rows_of_more_keys_than_are_looked_at_together(
+    device: torch.device, cache_format: str, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    force_splits(monkeypatch, parts)
     cache = filled_cache(cache_format, 12, 16, device)
-    indices = rows_with([MISSING["every other"], MISSING["all but the last"]], 2200, 192, device)
-    check("triton", queries(2, 9, BF16, device), cache, indices, cache_format)
+    indices = rows_with([MISSING["every other"], MISSING["all but the last"], MISSING["the end"]], 2200, 192, device)
+    check("triton", queries(3, 9, BF16, device), cache, indices, cache_format)
 
 
 def test_outputs_without_room_for_indices(device: torch.device, cache_format: str) -> None:
@@ -73,3 +77,20 @@ def test_outputs_without_room_for_indices(device: torch.device, cache_format: st
     assert bool((wide[..., 512:] == 7).all())
     indices = rows_with([MISSING["every other"], MISSING["the first"]], 900, 192, device)
     check("triton", q, cache, indices, cache_format)
+
+
+def test_outputs_with_room_for_indices() -> None:
+    from mla_ops.kernels.triton.attention_options import keeps_indices, make_tile
+
+    chosen = make_tile(64, 64, 8, 1)
+    out = torch.empty(2, 72, 512, dtype=BF16)
+    assert keeps_indices(chosen, out, 8 * 256 - 64 - 16)  # the last program has eight heads
+    assert not keeps_indices(chosen, out, 8 * 256 - 64 - 15)
+    assert keeps_indices(chosen, out[:, :64], 2048)
+    assert not keeps_indices(make_tile(32, 32, 8, 1), out, 200)
+    apart = torch.empty(2, 72, 520, dtype=BF16)[..., :512]
+    assert not keeps_indices(chosen, apart, 200)
+    beside = torch.empty(2 * 72 * 512 + 1, dtype=BF16)[1:].view(2, 72, 512)
+    assert not keeps_indices(chosen, beside, 200)
+    odd = torch.empty(2, 72 * 512 + 1, dtype=BF16)[:, : 72 * 512].unflatten(1, (72, 512))
+    assert not keeps_indices(chosen, odd, 200)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 
 from .common import INTERPRETED, KEEPS_OPERANDS, Constant
 from .sparse_attention_keys import Keys
@@ -37,6 +38,7 @@ class Tile(Constant):
 make_tile = functools.cache(Tile)
 
 SHORT_ROW = 128  # keys
+KEPT_AT = tl.constexpr(16)  # words in front of the indices that a program keeps
 STEADY_TILES = 8  # of a program of 16 heads: in fewer, less is saved than the look at its sums costs
 
 
@@ -68,6 +70,70 @@ def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype, num_keys: int, parts
     return chosen.apart and keys.operands == "plain"
 
 
+def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
+    """How keys become operands: "fp8", "fp8_v4", "plain", or in IEEE float32 "fp8_exact", "fp8_v4_exact", "exact".
+
+    float16 and float32 queries do not fit bfloat16 operands, and the RoPE part of the quantised formats does not fit
+    float16, so they read such a cache through float32.
+    """
+    if cache_format in ("fp8_ds_mla", "fp8_ds_mla_v4"):
+        mode = "fp8" if cache_format == "fp8_ds_mla" else "fp8_v4"
+        return mode if q_dtype == torch.bfloat16 else f"{mode}_exact"
+    return "exact" if q_dtype == torch.float32 else "plain"
+
+
+def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: str) -> tuple[str, str]:
+    """The `operand_mode` of two caches, which are read through float32 together or not at all."""
+    mode, extra_mode = operand_mode(q_dtype, cache_format), operand_mode(q_dtype, extra_cache_format)
+    if mode.endswith("exact") and extra_mode == "plain":
+        return mode, "exact"
+    if extra_mode.endswith("exact") and mode == "plain":
+        return "exact", extra_mode
+    return mode, extra_mode
+
+
+def has_its_sm(device_capability: tuple[int, int], chosen: Tile) -> bool:
+    """Whether programs of a tile are alone on their SM: by registers, or small ones by shared memory."""
+    return chosen.num_warps == 8 or (chosen.block_h == 16 and device_capability[0] not in (9, 10))
+
+
+def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) -> bool:
+    """Whether a program looks for the first key that is missing, since tiles without masks take less time.
+
+    Not if a part of a row waits for its length before, nor where two loops would spill: from Triton 3.9 on, and where
+    four warps convert e4m3 by arithmetic.
+    """
+    if keys.operands not in ("fp8_half", "plain") or not chosen.apart or KEEPS_OPERANDS:
+        return False
+    return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
+
+
+def keeps_indices(chosen: Tile, out: torch.Tensor, num_keys: int) -> bool:
+    """Whether a program that looks for missing keys of a whole row writes the indices of others anew: Options.keeps.
+
+    Not 32 heads over plain keys, whose parts were wrong so, nor where eight warps have 32 heads: on an H200 as
+    capability 120, alone on an SM, 128 x 64 rows without missing keys take 277 us so and 251 else.
+
+    Args:
+        chosen: the tile.
+        out: the output, in which a program's rows have room for the indices, a tile more, and KEPT_AT words, or not.
+        num_keys: of a row.
+    """
+    if chosen.block_h == 32 and (chosen.num_warps == 8 or not chosen.half):
+        return False
+    _, num_heads, width = out.shape
+    heads = (num_heads - 1) % chosen.block_h + 1  # of a token's last program
+    words = heads * width * out.element_size() // 4
+    on_words = out.data_ptr() % 4 == 0 and out.stride(0) * out.element_size() % 4 == 0
+    return on_words and out.stride(1) == width and KEPT_AT.value + num_keys + chosen.block_n <= words
+
+
+def spares_copies(chosen: Tile, keys: Keys, num_keys: int, parts: int) -> bool:
+    """Whether a program of 16 heads looks whether all indices of its row are one: Options.copies."""
+    exact = keys.operands.endswith("exact")
+    return chosen.block_h == 16 and not exact and num_keys >= STEADY_TILES * chosen.block_n * parts
+
+
 @dataclass(frozen=True, eq=False)
 class Options(Constant):
     """All constants of a kernel.
@@ -81,6 +147,9 @@ class Options(Constant):
         looks: whether the first indices are looked at, for tiles of keys without masks.
         steady: whether weights are about the largest score of a program's first tile, or of 16 keys all over its row,
             and about no later one.
+        keeps: whether the indices of keys that are there are written anew, to where the output will be, where a key is
+            missing.
+        copies: whether a row whose indices are all one takes the time of a tile: SMs would wait for its lines of L2.
         whole: whether a tile of keys lies in one block, in dense attention.
         extra_keys: the rows of the second of two caches.
         packed: whether tokens of one request share a program.
@@ -95,6 +164,8 @@ class Options(Constant):
     partial: bool = False
     looks: bool = False
     steady: bool = False
+    keeps: bool = False
+    copies: bool = False
     whole: bool = False
     extra_keys: Keys | None = None
     packed: bool = False
@@ -110,9 +181,9 @@ class Options(Constant):
     def of_second_walk(self) -> "Options":
         """A walk about the largest score, no scales in operands: where scores or scales are rare ones."""
         if self.walks_alike():
-            return replace(self, steady=False, looks=False)
+            return replace(self, steady=False, looks=False, keeps=False)
         keys = self.keys.with_operands("fp8") if self.tile.half else self.keys
-        return replace(self, keys=keys, tile=self.tile.narrow(), steady=False)
+        return replace(self, keys=keys, tile=self.tile.narrow(), steady=False, keeps=False)
 
 
 # made once, as keys are

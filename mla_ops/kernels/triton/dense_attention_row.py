@@ -41,4 +41,4 @@ def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPT
     first = look_up_block(cache, begin, end)
     every = (begin, begin, end)
     state = attend_whole(whole, scratch, live_head, cache, None, every, first, None, scale_log2, OPTIONS)
-    store_walk(state, queries, place, cache, None, span, scale_log2, results, num_splits, OPTIONS)
+    store_walk(state, queries, place, cache, None, span, None, scale_log2, results, num_splits, OPTIONS)

@@ -8,7 +8,19 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
-from .attention_options import SHORT_ROW, Tile, attention_options, is_steady, make_tile
+from .attention_options import (
+    SHORT_ROW,
+    Tile,
+    attention_options,
+    has_its_sm,
+    is_steady,
+    keeps_indices,
+    looks_at_indices,
+    make_tile,
+    operand_mode,
+    operand_modes,
+    spares_copies,
+)
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
@@ -21,7 +33,9 @@ from .sparse_attention_device import (
     named_end,
     new_state,
     query_rows,
+    sample_indices,
     share_of_keys,
+    without_copies,
 )
 from .sparse_attention_extra import _attend_extra_kernel
 from .sparse_attention_keys import Keys, divider, fetch_indices, make_keys
@@ -110,28 +124,12 @@ def tile_heads(
     return min(num_heads, 16) if (few and not deterministic) or not suits_large_tiles(softmax_scale) else num_heads
 
 
-def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) -> bool:
-    """Whether a program looks for the first key that is missing, since tiles without masks take less time.
-
-    Not if a part of a row waits for its length before, nor where two loops would spill: from Triton 3.9 on, and where
-    four warps convert e4m3 by arithmetic.
-    """
-    if keys.operands not in ("fp8_half", "plain") or not chosen.apart or KEEPS_OPERANDS:
-        return False
-    return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
-
-
 def wanted_programs(device: torch.device, chosen: Tile, programs: int) -> int:
     """Programs that run at the same time: two an SM of small tiles, where it has room and programs of 32 are many."""
     pairs = chosen.block_h == 16 and capability(device)[0] in (9, 10)
     if chosen.block_h == 32 and chosen.num_warps == 4:
         pairs = shared_of_sm(device) >= 2 * SHARED_OF_A_PAIR and programs * MANY > num_sms(device)
     return num_sms(device) * (2 if pairs else 1)
-
-
-def has_its_sm(device_capability: tuple[int, int], chosen: Tile) -> bool:
-    """Whether programs of a tile are alone on their SM: by registers, or small ones by shared memory."""
-    return chosen.num_warps == 8 or (chosen.block_h == 16 and device_capability[0] not in (9, 10))
 
 
 @sized_jit(any_alignment=("indices", "topk_length", "attn_sink", "block_table", "req_id_per_token", "lse"))
@@ -183,6 +181,8 @@ def _attend_kernel(
     if topk_length is None:
         begin, end = share_of_keys(topk, split, shares, BLOCK_N)
         last = last_indices(index_row, begin, end)
+        if OPTIONS.copies:
+            sample = sample_indices(index_row, begin, end)
         if LOOKS:
             seen = load_indices(index_row, begin, end)
     else:
@@ -199,8 +199,13 @@ def _attend_kernel(
     else:
         begin, end = share_of_keys(tl.minimum(tl.maximum(length, 0), topk), split, shares, BLOCK_N)
         first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
+        if OPTIONS.copies:
+            sample = sample_indices(index_row, begin, end)
         if LOOKS:
             seen = load_indices(index_row, begin, end)
+    short_of = None
+    if OPTIONS.copies:
+        end, short_of = without_copies(index_row, begin, end, sample, BLOCK_N)
 
     table = indices
     known = True
@@ -228,36 +233,15 @@ def _attend_kernel(
         scratch = out + (split + zero) * out_strides[0] + token * out_strides[1]
         scratch += ((head + zero).to(tl.int64) * stride_head)[:, None]
         scratch = scratch.to(tl.pointer_type(tl.float16))
-        rows = (out, out_strides, split, token, tl.program_id(0) % head_blocks * BLOCK_H, num_heads)
+        rows = (out, out_strides, split, token, tl.program_id(0) % head_blocks * BLOCK_H)
         span = (begin, whole, end)
         state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, rows, scale_log2, OPTIONS)
     else:
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
     queries = (q, q_rope, query_strides, num_heads)
-    store_walk(state, queries, place, cache, index_row, (begin, end), scale_log2, results, num_splits, OPTIONS)
-
-
-def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
-    """How keys become operands: "fp8", "fp8_v4", "plain", or in IEEE float32 "fp8_exact", "fp8_v4_exact", "exact".
-
-    float16 and float32 queries do not fit bfloat16 operands, and the RoPE part of the quantised formats does not fit
-    float16, so they read such a cache through float32.
-    """
-    if cache_format in ("fp8_ds_mla", "fp8_ds_mla_v4"):
-        mode = "fp8" if cache_format == "fp8_ds_mla" else "fp8_v4"
-        return mode if q_dtype == torch.bfloat16 else f"{mode}_exact"
-    return "exact" if q_dtype == torch.float32 else "plain"
-
-
-def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: str) -> tuple[str, str]:
-    """The `operand_mode` of two caches, which are read through float32 together or not at all."""
-    mode, extra_mode = operand_mode(q_dtype, cache_format), operand_mode(q_dtype, extra_cache_format)
-    if mode.endswith("exact") and extra_mode == "plain":
-        return mode, "exact"
-    if extra_mode.endswith("exact") and mode == "plain":
-        return "exact", extra_mode
-    return mode, extra_mode
+    span = (begin, end)
+    store_walk(state, queries, place, cache, index_row, span, short_of, scale_log2, results, num_splits, OPTIONS)
 
 
 def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tuple[Keys, Keys]) -> Tile:
@@ -378,6 +362,9 @@ def _launch(
     rope = head_dim > LATENT_DIM or q_rope is not None
     looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
     steady = is_steady(chosen, keys, q.dtype, topk, splits)
+    keeps = looks and splits == 1 and keeps_indices(chosen, out, topk)
+    copies = spares_copies(chosen, keys, topk, splits)
+    fixed = keys, chosen, rope, q_unit, out_unit, splits > 1, looks, steady, keeps, copies
     _attend_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         q_rope,
@@ -402,7 +389,7 @@ def _launch(
             *(stride // out_unit for stride in part_out.stride()[:-1]),
             *part_lse.stride()[:-1],
         ),
-        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1, looks, steady),
+        OPTIONS=attention_options(*fixed),
         num_warps=chosen.num_warps,
     )
     if splits > 1:

@@ -63,8 +63,22 @@ def _walk_again(queries, place, cache, index_row, span, scale_log2, nought, OPTI
 
 
 @triton.jit
-def store_walk(state, queries, place, cache, index_row, span, scale_log2, results, num_splits, OPTIONS: tl.constexpr):
-    """Stores a walk's result, of a second one where the first may be wrong.
+def _with_copies(state, short_of, TOP: tl.constexpr):
+    """The state whose largest scores are `short_of` larger, so that its lse is."""
+    result = ()
+    for i in tl.static_range(len(state)):
+        if i == TOP and short_of is not None:
+            result += (state[i] + short_of,)
+        else:
+            result += (state[i],)
+    return result
+
+
+@triton.jit
+def store_walk(
+    state, queries, place, cache, index_row, span, short_of, scale_log2, results, num_splits, OPTIONS: tl.constexpr
+):
+    """Stores a walk's result, of a second one where the first may be wrong. lses are `short_of` so much, in base 2.
 
     Over float16 keys a sum of weights is NaN then, by scales that float16 does not hold. STEADY programs left the range
     of weights. `queries` are the first two arguments of `query_rows`, strides, and the number of heads.
@@ -74,7 +88,7 @@ def store_walk(state, queries, place, cache, index_row, span, scale_log2, result
         broken = left_its_range(state)
         if broken > 0:
             state = _walk_again(queries, place, cache, index_row, span, scale_log2, broken - 1, OPTIONS)
-        store_result(state, place, results, OPTIONS)
+        store_result(_with_copies(state, short_of, 1), place, results, OPTIONS)
     elif HALF or OPTIONS.steady:
         units = num_splits * results[4][0]
         if HALF:
@@ -84,17 +98,18 @@ def store_walk(state, queries, place, cache, index_row, span, scale_log2, result
             broken = left_its_range(state)
         if broken > 0:
             exact = _walk_again(queries, place, cache, index_row, span, scale_log2, broken - 1, OPTIONS)
+            exact = _with_copies(exact, short_of, 4)
             if HALF and OPTIONS.partial:
                 store_part_by_units(exact, place, results, units, OPTIONS)
             else:
                 store_result(exact, place, results, OPTIONS)
         elif HALF:
             acc, top, sums, unit = state
-            halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
+            halves = _with_copies((acc, top, sums * (1.0 / HALF_WEIGHT)), short_of, 1)
             # averages of keys, which are float16 in a unit, are too
             scale = 1.0 / HALF_WEIGHT if OPTIONS.partial else (1.0 / HALF_WEIGHT) / unit
             store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
         else:
-            store_result(state, place, results, OPTIONS)
+            store_result(_with_copies(state, short_of, len(state) - 2), place, results, OPTIONS)
     else:
-        store_result(state, place, results, OPTIONS)
+        store_result(_with_copies(state, short_of, len(state) - 2), place, results, OPTIONS)

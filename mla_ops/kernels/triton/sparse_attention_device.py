@@ -483,3 +483,30 @@ def store_groups(state, factor, out_row, stored, UPCAST: tl.constexpr):
     group = tl.arange(0, WIDTH)[None, :]
     for i in tl.static_range(len(state) - 2):
         tl.store(out_row + (i * WIDTH + group), round_to(state[i] * factor[:, None], element, UPCAST), mask=stored)
+
+
+@triton.jit
+def sample_indices(index_row, begin, end):
+    """32 indices all over a span, for `without_copies`."""
+    column = begin + tl.arange(0, 32) * ((end - begin) // 32)
+    return tl.load(index_row + column, mask=column < end, other=-1)
+
+
+@triton.jit
+def without_copies(index_row, begin, end, sample, BLOCK_N: tl.constexpr):
+    """Where a walk over a span may end, and what its lse is then short of, in base 2.
+
+    Behind a tile, if all indices of the span are one: else all SMs would wait for the same lines of L2. As rows are
+    that are there to fill a batch.
+    """
+    alike = (tl.max(sample, 0) == tl.min(sample, 0)) & (end - begin > BLOCK_N)
+    if alike:
+        index = tl.max(sample, 0)
+        start = begin
+        while alike & (start < end):
+            column = start + tl.arange(0, 512)
+            other = tl.load(index_row + column, mask=column < end, other=index) != index
+            alike = tl.max(other.to(tl.int32), 0) == 0
+            start += 512
+    missing = tl.where(alike, tl.log2((end - begin).to(tl.float32) / BLOCK_N), 0.0)
+    return tl.where(alike, begin + BLOCK_N, end), missing

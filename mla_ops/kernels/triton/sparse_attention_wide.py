@@ -9,6 +9,7 @@ memory, one on its way.
 import triton
 import triton.language as tl
 
+from .attention_options import KEPT_AT
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
@@ -227,30 +228,32 @@ def _keep(sums, products):
     return tl.where(tl.sum(by_group, 2) > float("inf"), 0.0, sums)
 
 
-@triton.constexpr_function
-def _keeps_indices(options):
-    """Whether indices behind the first missing key are written anew (`_keep_valid`): in whole rows of 64 heads.
-
-    Parts of rows and rows of fp8_ds_mla lose 1 to 3 % by the call where all keys are there. With masks they take at
-    most 1.05 of that, whole rows of plain keys 1.08.
-    """
-    return options.looks and options.tile.block_h == 64 and options.keys.operands == "plain" and not options.partial
-
-
 @triton.jit
-def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
+def _walk(q, state, cache, index_row, span, first, place, scales, OPTIONS: tl.constexpr):
     """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks.
+
+    Programs that keep indices (`Options.keeps`) write those of keys that are there anew where one is missing: of all
+    the row's, or of the last tile's alone. `place` is as in `_room`.
 
     Where warps share the dims, the second of `scales` is whether a STEADY program has not seen a key yet.
     """
+    KEYS: tl.constexpr = OPTIONS.keys
+    TILE: tl.constexpr = OPTIONS.tile
     begin, whole, end = span
-    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     if OPTIONS.looks:
+        if OPTIONS.keeps:  # noqa: SIM102 (known when this is compiled)
+            if whole < end:
+                if end - whole > TILE.block_n:
+                    whole = begin
+                _keep_valid(cache, index_row, whole, end, _room(place, begin), TILE, KEYS)
         state, scales = _walk_valid(q, state, cache, index_row, (begin, whole), first, scales, OPTIONS)
         # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
         if whole < end:
-            index = fetch_indices(index_row, whole + tl.arange(0, BLOCK_N), end)
-            state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
+            if OPTIONS.keeps:
+                state = _walk_kept(q, state, cache, _room(place, begin), scales, OPTIONS)
+            else:
+                index = fetch_indices(index_row, whole + tl.arange(0, TILE.block_n), end)
+                state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
     else:
         state = _walk_masked(q, state, cache, index_row, (begin, end), first, scales, OPTIONS)
     return state
@@ -277,33 +280,14 @@ def _walk_valid(q, state, cache, index_row, span, first, scales, OPTIONS: tl.con
 
 
 @triton.jit
-def _walk_live(q, state, cache, index_row, span, first, place, scales, OPTIONS: tl.constexpr):
-    """Does what `_walk` does, for programs that write the indices of live keys anew where a key is missing."""
-    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
-    KEYS: tl.constexpr = OPTIONS.keys
-    begin, whole, end = span
-    kept_row, keeps = _room(place, span, OPTIONS)
-    if keeps:
-        _keep_valid(cache, index_row, begin, end, kept_row, BLOCK_N, KEYS)
-        whole = begin
-    state, scales = _walk_valid(q, state, cache, index_row, (begin, whole), first, scales, OPTIONS)
-    # One branch after the other: where they are in one another, Triton gives both loops shared memory of their own.
-    kept_row, keeps = _room(place, span, OPTIONS)
-    if keeps:
-        state = _walk_kept(q, state, cache, kept_row + 1, tl.load(kept_row), scales, OPTIONS)
-    if (whole < end) & (keeps == 0):
-        index = fetch_indices(index_row, whole + tl.arange(0, BLOCK_N), end)
-        state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
-    return state
-
-
-@triton.jit
-def _walk_kept(q, state, cache, index_row, end, scales, OPTIONS: tl.constexpr):
-    """The state after `end` keys, all of which are there, behind which a tile of others is."""
+def _walk_kept(q, state, cache, kept_row, scales, OPTIONS: tl.constexpr):
+    """The state after the keys whose indices `_keep_valid` has written."""
     TILE: tl.constexpr = OPTIONS.tile
     scale, scale_behind, unit = scales
     KEYS: tl.constexpr = OPTIONS.keys
     n = tl.arange(0, TILE.block_n)
+    end = tl.load(kept_row)
+    index_row = kept_row + KEPT_AT
     index = tl.load(index_row + n)
     for start in tl.range(0, end, TILE.block_n, num_stages=TILE.ahead + 1):
         rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
@@ -311,6 +295,8 @@ def _walk_kept(q, state, cache, index_row, end, scales, OPTIONS: tl.constexpr):
         here = (None, n, end - start)
         scales = (scale, scale_behind, unit)
         state, scale = _attend_tile(q, state, rows, cache, here, scales, _surely(start, end), True, OPTIONS)
+        if OPTIONS.steady and by_dims(OPTIONS):
+            scale_behind = still_waits(scale_behind, state[1])
     return state
 
 
@@ -419,7 +405,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
             sums = tl.zeros((4, BLOCK_H), tl.float32)
         state = (state[0], top, sums, running, running)
         scales = (scale, begin >= 0, unit)
-        state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     elif BLOCK_H < 64:
         if in_two(OPTIONS):
@@ -427,7 +413,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
                 latent = (_by_way_of(scratch, latent[0], live_head), _by_way_of(scratch + 256, latent[1], live_head))
         else:
             latent = _by_way_of(scratch, latent, live_head)
-        state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
     else:
         # So is, with `wgmma`, what a loop changes. One turn, which the compiler does not know.
         for turn in range((begin >= 0).to(tl.int32)):
@@ -440,10 +426,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
                 pivots, tame = _first_pivots(queries, top, cache, index_row, ends, cell, scale_log2, OPTIONS)
                 state = (state[0], pivots, sums, running, running)
                 walked = (begin, begin + (span[1] - begin) * tame, begin + (span[2] - begin) * tame)
-            if _keeps_indices(OPTIONS):
-                state = _walk_live(queries, state, cache, index_row, walked, first, place, scales, OPTIONS)
-            else:
-                state = _walk(queries, state, cache, index_row, walked, first, scales, OPTIONS)
+            state = _walk(queries, state, cache, index_row, walked, first, place, scales, OPTIONS)
             latent = tl.zeros_like(latent)
     acc, top, sums, running, running_rope = state
     if by_dims(OPTIONS):
@@ -494,7 +477,7 @@ def _first_pivots(q, top, cache, index_row, span, cell, scale, OPTIONS: tl.const
 @triton.jit
 def _cell(place):
     """The place of a program's first output, where a flag is until there is a result."""
-    out, strides, split, token, head, _heads = place
+    out, strides, split, token, head = place
     cell = out + split * strides[0] + token * strides[1] + head.to(tl.int64) * strides[2]
     return cell.to(tl.pointer_type(tl.int16))
 
@@ -513,46 +496,88 @@ def _none_by_memory(flag, cell, before):
 
 
 @triton.jit
-def _room(place, span, OPTIONS: tl.constexpr):
-    """Where a program keeps indices, its rows of the output as int32, and whether it keeps those of a span.
+def _room(place, begin):
+    """Where a program keeps indices: its rows of the output, as int32.
 
-    It does where more than a tile has need of masks, and they fit: if the rows lie apart none do. `place` are the
-    output, its strides of splits, tokens and heads, split, token, the first head, and how many there are.
+    `place` are the output, its strides of splits, tokens and heads, split, token, and the first head.
     """
-    out, strides, split, token, head, heads = place
-    begin, whole, end = span
-    BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    out, strides, split, token, head = place
     # 0, which the compiler does not know: an address kept over the loop would spill
     zero = (begin < 0).to(tl.int32)
     row = out + (split + zero) * strides[0] + token * strides[1] + (head + zero).to(tl.int64) * strides[2]
-    most = tl.minimum(heads - head, OPTIONS.tile.block_h) * (512 * BYTES // 4)
-    fits = (end - begin + OPTIONS.tile.block_n < most) & (strides[2] == 512) & (row.to(tl.int64) % 4 == 0)
-    return row.to(tl.pointer_type(tl.int32)), fits & (end - whole > OPTIONS.tile.block_n)
+    return row.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _rank(valid, WARPS: tl.constexpr, KEYS: tl.constexpr):
+    """How many of 32 neighbours, which are a warp's, are `valid` before each, and how many of all."""
+    if KEYS.decode == "portable":
+        by_warp = tl.reshape(valid, (WARPS, 32))
+        before = tl.reshape(tl.cumsum(by_warp, 1), (WARPS * 32,)) - valid
+        every = tl.reshape(tl.zeros_like(by_warp) + tl.sum(by_warp, 1)[:, None], (WARPS * 32,))
+    else:
+        # not pure: it is about all lanes
+        before, every = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred p;
+            .reg .b32 all, below;
+            setp.ne.s32 p, $2, 0;
+            vote.sync.ballot.b32 all, p, -1;
+            mov.u32 below, %lanemask_lt;
+            and.b32 below, below, all;
+            popc.b32 $0, below;
+            popc.b32 $1, all;
+            }
+            """,
+            "=&r,=&r,r",
+            [valid],
+            dtype=(tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    return before, every
 
 
 @triton.jit(noinline=True)
-def _keep_valid(cache, index_row, begin, end, kept_row, BLOCK_N: tl.constexpr, KEYS: tl.constexpr):
-    """Writes to `kept_row` how many of the keys from `begin` to `end` are there, and their indices, in their order.
+def _keep_valid(cache, index_row, begin, end, kept_row, TILE: tl.constexpr, KEYS: tl.constexpr):
+    """Writes to `kept_row` how many of the keys from `begin` to `end` are there and, from KEPT_AT on, their indices.
 
-    And BLOCK_N times the last of these indices, for keys that fill a tile.
+    Behind these, a tile of the last of them. Of each 2,048 keys a warp has its share, whose order does not change.
 
     A call of its own: in line it would take registers from the loops. It must not use shared memory: Triton puts that
-    of any call at the start, where its caller may have operands. So each warp goes over all indices, 32 at a time.
+    of any call at the start, where its caller may have operands. So warps tell each other by way of `kept_row`.
     """
-    lane = tl.arange(0, 32)
-    count = begin * 0
+    BLOCK_N: tl.constexpr = TILE.block_n
+    WARPS: tl.constexpr = TILE.num_warps
+    RUNS: tl.constexpr = 64 // WARPS
+    thread = tl.arange(0, WARPS * 32)
+    warp = thread // 32
+    kept = begin * 0
     tl.debug_barrier()
-    for start in range(begin, end, 256):
+    for start in range(begin, end, 2048):
         runs = ()
-        for i in tl.static_range(8):
-            column = start + i * 32 + lane
+        for i in tl.static_range(RUNS):
+            column = start + i * (WARPS * 32) + thread
             runs = runs + (tl.load(index_row + column, mask=column < end, other=-1),)
-        for i in tl.static_range(8):
-            valid = locate(cache, runs[i], KEYS)[2].to(tl.int32)
-            tl.store(kept_row + (count + tl.cumsum(valid, 0)), runs[i], mask=valid > 0)
-            count += tl.sum(valid, 0)
-    tl.store(kept_row, count)
-    tl.debug_barrier()
-    last = tl.load(kept_row + count)
-    tl.store(kept_row + (count + 1 + tl.arange(0, BLOCK_N)), tl.zeros((BLOCK_N,), tl.int32) + last)
+        places = ()
+        own = thread * 0
+        for i in tl.static_range(RUNS):
+            before, every = _rank(locate(cache, runs[i], KEYS)[2].to(tl.int32), WARPS, KEYS)
+            places = places + (own + before,)
+            own += every
+        tl.store(kept_row + 1 + warp, own)
+        tl.debug_barrier()
+        place = kept_row + (KEPT_AT + kept) + thread * 0
+        for i in tl.static_range(WARPS):
+            others = tl.load(kept_row + 1 + i)
+            place += tl.where(warp > i, others, 0)
+            kept += others
+        for i in tl.static_range(RUNS):
+            tl.store(place + places[i], runs[i], mask=locate(cache, runs[i], KEYS)[2])
+        tl.debug_barrier()
+    tl.store(kept_row, kept)
+    last = tl.load(kept_row + (KEPT_AT - 1 + kept), mask=kept > 0, other=0)
+    tile = tl.arange(0, BLOCK_N)
+    tl.store(kept_row + (KEPT_AT + kept) + tile, tile * 0 + last)
     tl.debug_barrier()
