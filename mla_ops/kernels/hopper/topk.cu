@@ -5,7 +5,7 @@
 #include "topk_row.cuh"
 
 // CTAs of so many threads find room beside those of scores of 32 heads: they have the 56 registers that two CTAs of 576
-// would have. Those of rows by planes, which come behind CTAs that have all of an SM, have 64.
+// would have.
 constexpr int BESIDE_SCORES = 512;
 
 template <int THREADS, int VECTORS, int SAMPLED, int CTAS, bool PLANES = false>
