@@ -393,6 +393,11 @@ void gather_keys(int warp, int lane) {
                                                                            : produce<HEADS, FORMAT, false, true, true>;
       const bool empty = gather(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       failed |= empty != is_without_keys(row) || empty && has_keys(p, row, thread_here()) != has_any_key(row);
+    } else if (HEADS != 24 && launch == Launch::ROWS) {
+      const Indices ahead = begin_asking<32>(p, row, lane, UNREAD);
+      __syncwarp();
+      produce<HEADS, FORMAT, false, false, false, true, HEADS < 64 || FORMAT == FP8_DS_MLA>(
+          p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
     } else {
       const Indices ahead = begin_share(p, row, lane).now;
       __syncwarp();
@@ -426,7 +431,9 @@ extern "C" void choose_cta(const Params* p, const int* block, const int* grid, i
 
 template <Format FORMAT>
 int gather_of(int heads) {
-  return heads == 16 ? gather<16, FORMAT>() : heads == 24 ? gather<24, FORMAT>() : gather<64, FORMAT>();
+  if (heads == 16) return gather<16, FORMAT>();
+  if (heads == 24) return gather<24, FORMAT>();
+  return heads == 32 ? gather<32, FORMAT>() : gather<64, FORMAT>();
 }
 
 // How many slots of quantised keys it fills, -1 where it would wait for ever or leave a barrier unfinished.

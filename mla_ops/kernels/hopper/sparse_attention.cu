@@ -32,9 +32,10 @@ DEVICE void attend(const Params& p) {
     return;
   }
   constexpr int PRODUCER = THREADS / 128 - 1;
-  // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row, and few
-  // tokens' turns are taken in one pass.
-  constexpr int MOVED = HEADS < 64 ? (BALANCED ? 8 : 0) : (BALANCED || FOR_FEW) && L::GATHER_REGISTERS < 32 ? 4 : 0;
+  // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row, and turns
+  // of rows and of few tokens are taken in one pass.
+  constexpr bool MORE_OF_64 = BALANCED || FOR_FEW || LAUNCH == Launch::ROWS;
+  constexpr int MOVED = HEADS < 64 ? (BALANCED ? 8 : 0) : MORE_OF_64 && L::GATHER_REGISTERS < 32 ? 4 : 0;
   // The first of two warpgroups of scores gives this many to each of those that accumulate, less what the second does.
   constexpr int KEPT = ONE ? 0 : is_held(LAUNCH) ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
                 OF_REST = KEPT > 16 ? 16 : 0;
@@ -44,6 +45,11 @@ DEVICE void attend(const Params& p) {
                 OF_32 = is_held(LAUNCH) || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
   constexpr int SCORERS = ONE ? 1 : 2;
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
+  // Rows whose indices come to L1, since they are what is waited for where most are dead: by copies to an unread word or,
+  // where there is none, by loads from a CTA's second piece on.
+  constexpr bool ASKS = !FOR_FEW && !BY_LENGTH && HEADS != 24 &&
+                        (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS && HEADS < 64),
+                 LOADS = BALANCED && HEADS == 64;
 
   int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
@@ -53,7 +59,10 @@ DEVICE void attend(const Params& p) {
       if (HEADS < 64) ahead = indices_at(p, row, row.first, thread & 31);
       ask_for_indices(p, row, shared + (HEADS == 64 ? L::ROUGH : L::INTERVAL));
     } else {
-      ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
+      if constexpr (ASKS)
+        ahead = begin_asking<PERSISTENT ? 32 : 16>(p, row, thread & 31, shared + L::INTERVAL);
+      else
+        ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
     }
   }
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
@@ -230,12 +239,17 @@ DEVICE void attend(const Params& p) {
     for (bool first = true;; first = false) {
       // Groups over fp8 and tiles of 32 heads would spill.
       constexpr bool QUICK = FOR_FEW && HEADS != 32 && (LAUNCH == Launch::CLUSTERS || FORMAT == FP8_DS_MLA_V4);
-      empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK>(p, row, shared, ahead, warp, lane, slot,
-                                                                               parity, HEADS == 64 && first);
+      // Rows of 64 heads have registers for one pass over fp8 alone.
+      constexpr bool ONE_PASS = FOR_FEW || ASKS && (HEADS < 64 || LAUNCH == Launch::ROWS && FORMAT == FP8_DS_MLA);
+      empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS, ONE_PASS>(
+          p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
-      ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
+      if constexpr (ASKS)
+        ahead = begin_asking<PERSISTENT ? 32 : 16>(p, row, lane, shared + L::INTERVAL);
+      else
+        ahead = begin_share<IN_REGISTERS, LOADS>(p, row, lane).now;
       if (is_held(LAUNCH) || SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS < 64 && !SHARES) {
         if (!p.indices[0] && warp * 16 < HEADS) prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
