@@ -36,8 +36,8 @@ NAMES = {
     "growing": "grow",
 }
 REFERENCES = "references of 64 heads move in most turns"
-WIDE = "wide turns: scales of a key span more than 25 binades"
-SMALL = "references of 64 heads move in most turns, and groups far below their keys' largest are divided"
+WIDE = "wide turns: scales of a key span more than float16 holds"
+SMALL = "rows of one CTA divide groups far below their key's largest; else wide turns"
 BLOCKS = "keys of a block that a table has not got keep their place in a turn, and warps clear it by stores"
 # Why a kind takes more than `BAR`, or is wrong: by its lowering and kernel, or how these begin.
 WHY = {

@@ -14,7 +14,7 @@ int take_out_fp8(unsigned* scales, unsigned* undo) {
   using R = Rows<FP8_DS_MLA>;
   uint4 one = make_uint4(scales[0], scales[1], scales[2], scales[3]);
   const uint4 both[2] = {one, make_uint4(0x3c000000u, 0x3c000000u, 0x3c000000u, 0x3c000000u)};
-  const bool outside = R::outside(both), wide = R::take_out(one, *undo) == IS_WIDE;
+  const bool outside = R::outside(both), wide = R::take_out<true>(one, *undo) == IS_WIDE;
   for (int i = 0; i < 4; ++i) scales[i] = word(one, i);
   return outside | wide << 1;
 }
@@ -37,7 +37,7 @@ int take_out_v4(unsigned* scales, unsigned* undo) {
   using R = Rows<FP8_DS_MLA_V4>;
   uint2 one = make_uint2(scales[0], scales[1]);
   const uint2 both[2] = {one, make_uint2(R::DEAD_SCALES, R::DEAD_SCALES)};
-  const bool outside = R::outside(both), wide = R::take_out(one, *undo) == IS_WIDE;
+  const bool outside = R::outside(both), wide = R::take_out<true>(one, *undo) == IS_WIDE;
   scales[0] = one.x, scales[1] = one.y;
   return outside | wide << 1;
 }

@@ -240,7 +240,7 @@ void lower_rows(unsigned char* rows, unsigned char* scales, u32* undo, u32* kind
     u32 kind = 0;
     for (int r = 0; r < 2; ++r) {
       const int key = warp * 16 + R::raw_row(lane / 4) + r * 8;
-      kind |= kinds[key] = R::take_out(own.of[r], undo[key]);
+      kind |= kinds[key] = R::template take_out<true>(own.of[r], undo[key]);
     }
     if (__reduce_or_sync(~0u, kind) == HAS_SMALL) {
       lower_keys<FORMAT, 0, 3>(own, places.raw + warp * L::RAW_SLOT);

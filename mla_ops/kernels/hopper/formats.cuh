@@ -19,9 +19,9 @@ constexpr int LEAST_TAKEN = -60, MOST_TAKEN = 40;
 // A row as the gather brings it: LATENT e4m3 with a scale for each GROUP of them, and 64 bfloat16, the RoPE part.
 // It has CHUNKS chunks of 64 dims, the last one being RoPE. Operands are FACTOR times as large as keys.
 // `outside(scales)` says of a lane's two keys whether one may have to have an exponent taken out, which `take_out` does:
-// it leaves 2^-exponent in `undo`, bfloat16, 1 for none, and returns whether float16 does not hold a key's scales, or
-// only once `raise_small` has multiplied some by powers of two, by which e4m3 of their groups have to be divided. That
-// one returns the exponents, four bits for each group.
+// it leaves 2^-exponent in `undo`, bfloat16, 1 for none, and returns whether float16 does not hold a key's scales. LOWERS:
+// or that it does once `raise_small` has multiplied some by powers of two, by which e4m3 of their groups have to be
+// divided; that one returns the exponents, four bits for each group.
 constexpr u32 IS_WIDE = 1, HAS_SMALL = 2;
 
 template <Format FORMAT>
@@ -67,9 +67,10 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   }
 
   // Scales are held that are 0 or in [2^-21, 2^-1). Where they are not, or the largest is below 2^-13, it comes to
-  // [2^-2, 2^-1), and those from 2^-27 on are held. No exponent is taken from scales that are denormal, infinite, NaN
-  // or negative.
-  static DEVICE u32 take_out(Scales& scales, u32& undo) {
+  // [2^-2, 2^-1). LOWERS: then those from 2^-27 on are held. No exponent is taken from scales that are denormal,
+  // infinite, NaN or negative.
+  template <bool LOWERS>
+  static DEVICE auto take_out(Scales& scales, u32& undo) {
     u32 largest = 0, least = ~0u;  // negative, infinite and NaN bits are too large; 0 is not the least
 #pragma unroll
     for (int i = 0; i < 4; ++i) largest = max(largest, word(scales, i)), least = min(least, word(scales, i) - 1);
@@ -80,9 +81,13 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
     auto divided = [&](u32 scale) { return scale == 0 ? 0 : scale - shift; };
     scales = make_uint4(divided(scales.x), divided(scales.y), divided(scales.z), divided(scales.w));
     undo = power_of_two(-taken);
-    const int smallest = largest == 0 ? LEAST : least - shift;
-    if (largest - shift >= TOP || smallest < static_cast<int>(LEAST_LOWERED)) return IS_WIDE;
-    return smallest < static_cast<int>(LEAST_NORMAL) ? HAS_SMALL : 0;
+    if constexpr (LOWERS) {
+      const int smallest = largest == 0 ? LEAST : least - shift;
+      if (largest - shift >= TOP || smallest < static_cast<int>(LEAST_LOWERED)) return IS_WIDE;
+      return smallest < static_cast<int>(LEAST_NORMAL) ? HAS_SMALL : 0;
+    } else {
+      return largest - shift >= TOP || largest != 0 && static_cast<int>(least - shift) < static_cast<int>(LEAST);
+    }
   }
 
   static DEVICE u32 raise_small(Scales& scales) {
@@ -152,7 +157,8 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
            ((bytes & 0x7f7f7f7fu) + (127 - MOST_LARGEST) * 0x01010101u);
   }
 
-  static DEVICE u32 take_out(Scales& scales, u32& undo) {
+  template <bool LOWERS>
+  static DEVICE auto take_out(Scales& scales, u32& undo) {
     int least = 255, largest = 0;
 #pragma unroll
     for (int group = 0; group < 7; ++group) {
@@ -161,13 +167,20 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
     }
     int taken = min(max(largest - TAKEN_TO, LEAST_TAKEN), MOST_TAKEN);
     if (least >= LEAST && largest >= LEAST_LARGEST && largest <= MOST_LARGEST) taken = 0;
-    const bool lowers = least - taken < LEAST;
-    if (lowers) taken = min(max(largest - TAKEN_TO_MOST, LEAST_TAKEN), MOST_TAKEN);
-    undo = power_of_two(-taken);
-    if (least == 0 || least - taken < LEAST_LOWERED || largest - taken > (lowers ? TAKEN_TO_MOST : MOST_LARGEST))
-      return IS_WIDE;
-    scales.x -= static_cast<u32>(taken) * 0x01010101u, scales.y -= static_cast<u32>(taken) * 0x00010101u;
-    return least - taken < LEAST ? HAS_SMALL : 0;
+    if constexpr (LOWERS) {
+      const bool lowers = least - taken < LEAST;
+      if (lowers) taken = min(max(largest - TAKEN_TO_MOST, LEAST_TAKEN), MOST_TAKEN);
+      undo = power_of_two(-taken);
+      if (least == 0 || least - taken < LEAST_LOWERED || largest - taken > (lowers ? TAKEN_TO_MOST : MOST_LARGEST))
+        return IS_WIDE;
+      scales.x -= static_cast<u32>(taken) * 0x01010101u, scales.y -= static_cast<u32>(taken) * 0x00010101u;
+      return least - taken < LEAST ? HAS_SMALL : 0;
+    } else {
+      undo = power_of_two(-taken);
+      if (least == 0 || largest == 255 || least - taken < LEAST || largest - taken > MOST_LARGEST) return true;
+      scales.x -= static_cast<u32>(taken) * 0x01010101u, scales.y -= static_cast<u32>(taken) * 0x00010101u;
+      return false;
+    }
   }
 
   static DEVICE u32 raise_small(Scales& scales) {

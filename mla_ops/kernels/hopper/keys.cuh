@@ -189,7 +189,7 @@ DEVICE void raise_scales(u32 scales_0, int thread) {
   for (int r = 0; r < 2; ++r) {
     scales.of[r] = R::load_scales(scales_0 + r * (8 * R::SCALES_PITCH));
     raised[r] = word(scales.of[r], own);
-    kinds |= R::take_out(scales.of[r], unused);
+    kinds |= R::template take_out<true>(scales.of[r], unused);
     raised[r] -= word(scales.of[r], own);
   }
   if (__reduce_or_sync(~0u, kinds) != HAS_SMALL) return;
@@ -201,24 +201,17 @@ DEVICE void raise_scales(u32 scales_0, int thread) {
   __syncwarp();
 }
 
-// Whether keys are lowered. Turns by group take them as they are, and so do wide turns of 64 heads where rows may be shared
-// evenly, in kernels of two ways: the other one would spill.
-template <int HEADS, Launch LAUNCH, bool FOR_FEW>
-constexpr bool LOWERS = LAUNCH != Launch::MANY_ROWS &&
-                        (HEADS < 64 || LAUNCH != Launch::BALANCED &&
-                                           (FOR_FEW || LAUNCH != Launch::GROUPS && LAUNCH != Launch::CLUSTERS));
-
 // Functions lie behind all roles: in the loop they would be in the way of keys that do not need them. Tiles of 32 heads
-// would spill. Where two ways of a kernel call one, ptxas does without `setmaxnreg`: each LAUNCH has its own.
+// would spill.
 template <int HEADS>
 constexpr bool CALLS = HEADS != 32;
 
-template <Format FORMAT, int BEGIN, int END, Launch LAUNCH>
+template <Format FORMAT, int BEGIN, int END>
 FUNCTION ScalesOfTwo<FORMAT> call_lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
   return lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
 }
 
-template <Format FORMAT, Launch LAUNCH>
+template <Format FORMAT>
 FUNCTION void call_raise_scales(u32 scales_0, int thread) {
   raise_scales<FORMAT>(scales_0, thread);
 }
@@ -226,24 +219,27 @@ FUNCTION void call_raise_scales(u32 scales_0, int thread) {
 // Divides a lane's keys by powers of two of their own where one of its warp needs that, which is returned: their
 // scales, and RoPE that is no value where it is among the start's bytes. `undo`: by what they were multiplied, a pair
 // of bfloat16. `wide`: whether this does not make float16 hold them.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool FOR_FEW, bool ONE, int FIRST, int COUNT>
+template <int HEADS, Format FORMAT, bool LOWERS, bool ONE, int FIRST, int COUNT>
 DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide, const Places& places, int slot) {
   using R = Rows<FORMAT>;
   undo = ONE_EACH, wide = false;
   if (!__any_sync(~0u, R::outside(start.scales))) return false;
   u32 second;
-  const u32 kinds = R::take_out(start.scales[0], undo) | R::take_out(start.scales[1], second);
+  u32 kinds = 0;
+  if constexpr (LOWERS)
+    kinds = R::template take_out<true>(start.scales[0], undo) | R::template take_out<true>(start.scales[1], second);
+  else
+    wide = R::template take_out<false>(start.scales[0], undo), wide |= R::template take_out<false>(start.scales[1], second);
   undo |= second << 16;
   // Where a key is wide, the others need not be lowered.
-  constexpr bool CAN = LOWERS<HEADS, LAUNCH, FOR_FEW>;
-  wide = CAN ? kinds & IS_WIDE : kinds != 0;
-  if (CAN && __reduce_or_sync(~0u, kinds) == HAS_SMALL) {
+  if (LOWERS) wide = kinds & IS_WIDE;
+  if (LOWERS && __reduce_or_sync(~0u, kinds) == HAS_SMALL) {
     constexpr int LATER = R::ROPE_IS_VALUE ? 1 : 0;  // V4's first steps have RoPE among them
     constexpr int BEGIN = FIRST > 0 ? FIRST - LATER : 0, END = ONE || FIRST > 0 ? R::LATENT / 64 : COUNT - LATER;
     const u32 raw_0 = places.raw + opaque(slot) * Layout<HEADS, FORMAT>::RAW_SLOT;
     ScalesOfTwo<FORMAT> scales{{start.scales[0], start.scales[1]}};
     if constexpr (CALLS<HEADS>)
-      scales = call_lower_keys<FORMAT, BEGIN, END, LAUNCH>(scales, raw_0);
+      scales = call_lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
     else
       scales = lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
     start.scales[0] = scales.of[0], start.scales[1] = scales.of[1];

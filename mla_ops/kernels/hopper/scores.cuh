@@ -82,7 +82,7 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 }
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool FOR_FEW>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool FOR_FEW, bool LOWERS>
 DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
@@ -102,7 +102,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
-    take_out<HEADS, FORMAT, LAUNCH, FOR_FEW, false, FIRST, R::CHUNKS - FIRST>(start, undo, wide, places, slot);
+    take_out<HEADS, FORMAT, LOWERS, false, FIRST, R::CHUNKS - FIRST>(start, undo, wide, places, slot);
     multiply<HEADS, FORMAT, false, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
                                                       {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
     __syncwarp();
@@ -133,7 +133,7 @@ constexpr u32 LEFT_BY_GROUP = 1;  // no barrier
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER, bool FOR_FEW>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER, bool FOR_FEW, bool LOWERS>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
                  u32 row_parity, u32 odd_row, float (&sums)[HEADS / 4], int& seen) {
   using L = Layout<HEADS, FORMAT>;
@@ -192,10 +192,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
-        if constexpr (LOWERS<HEADS, LAUNCH, FOR_FEW>) {
+        if constexpr (LOWERS) {
           const u32 scales = places.scales + slot * L::SCALES_SLOT;
           if constexpr (CALLS<HEADS>)
-            call_raise_scales<FORMAT, LAUNCH>(scales, opaque(thread));
+            call_raise_scales<FORMAT>(scales, opaque(thread));
           else
             raise_scales<FORMAT>(scales, opaque(thread));
         }
@@ -278,7 +278,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         const u32 alive = start.alive & 0xffff;
         last = uniform(start.alive) >= LAST_TURN;
         bool wide;
-        apart = take_out<HEADS, FORMAT, LAUNCH, FOR_FEW, ONE, 0, FIRST>(start, undo, wide, places, slot);
+        apart = take_out<HEADS, FORMAT, LOWERS, ONE, 0, FIRST>(start, undo, wide, places, slot);
         u32 fragments[2][16];
         wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
             products, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,

@@ -17,7 +17,8 @@
 
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row. WIDER:
 // a cluster is of three CTAs or more, or has a part of a row's keys. FOR_FEW: as `produce` says; rows without a key end there.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER = false, bool FOR_FEW = false>
+// TWO_WAYS: this is one of a kernel's two.
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER = false, bool FOR_FEW = false, bool TWO_WAYS = false>
 DEVICE void attend(const Params& p) {
   constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH),
                  IN_REGISTERS = in_registers(LAUNCH), ONE = ONE_SCORER<HEADS, LAUNCH>;
@@ -47,9 +48,12 @@ DEVICE void attend(const Params& p) {
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
   // Rows whose indices come to L1, since they are what is waited for where most are dead: by copies to an unread word or,
   // where there is none, by loads from a CTA's second piece on.
-  constexpr bool ASKS = !FOR_FEW && !BY_LENGTH && HEADS != 24 &&
+  constexpr bool ASKS = !FOR_FEW && !BY_LENGTH && !TWO_WAYS && HEADS != 24 &&
                         (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS && HEADS < 64),
                  LOADS = BALANCED && HEADS == 64;
+  // Whether e4m3 of groups with small scales are divided where they lie. In clusters and in kernels of two ways usual keys
+  // take 1 to 3 % more by it, turns by group take keys as they are, and a row's shares have one way in all kernels.
+  constexpr bool LOWERS = LAUNCH == Launch::ROWS && !TWO_WAYS;
 
   int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
@@ -144,7 +148,7 @@ DEVICE void attend(const Params& p) {
         float sums[HEADS / 4];
         int seen = 0;
         for (;;) {
-          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW>(p, row, shared, thread, at, row_parity,
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW, LOWERS>(p, row, shared, thread, at, row_parity,
                                                                          query_parity, sums, seen);
           named_barrier<SCORE_BARRIER, 128>();  // else it takes rows to differ within a warp, and spills
           int next = uniform(opaque(later == LEFT_BY_GROUP));
@@ -164,7 +168,7 @@ DEVICE void attend(const Params& p) {
         for (;;) {
           float sums[HEADS / 4];
           int seen;
-          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW>(p, row, shared, thread, at, row_parity,
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW, LOWERS>(p, row, shared, thread, at, row_parity,
                                                                          query_parity, sums, seen);
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
@@ -213,7 +217,7 @@ DEVICE void attend(const Params& p) {
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
-        score_rest<HEADS, FORMAT, LAUNCH, FOR_FEW>(row, shared, thread, at);
+        score_rest<HEADS, FORMAT, LAUNCH, FOR_FEW, LOWERS>(row, shared, thread, at);
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
       if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
@@ -302,7 +306,7 @@ DEVICE void attend_by_lengths(const Params& p) {
       share_evenly<L::THREADS>(p, interval, scratch, cost);
       attend<HEADS, FORMAT, Launch::BALANCED>(p);
     } else {
-      attend<HEADS, FORMAT, LAUNCH>(p);
+      attend<HEADS, FORMAT, LAUNCH, false, false, true>(p);
     }
   }
 }
