@@ -146,10 +146,11 @@ struct ScalesOfTwo {
   typename Rows<FORMAT>::Scales of[2];
 };
 
-// Divides e4m3 of a lane's groups with small scales by powers of two where they lie, chunks from BEGIN to END. No other
+// Divides e4m3 of a lane's groups with small scales by powers of two where they lie, chunks from BEGIN to END. A function
+// lies behind all roles: in the loop it would be in the way of keys that do not need it. No other
 // thread reads them, but in a wide turn, which has its scales from `raise_scales`.
 template <Format FORMAT, int BEGIN, int END>
-DEVICE ScalesOfTwo<FORMAT> lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
+FUNCTION ScalesOfTwo<FORMAT> lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
   using R = Rows<FORMAT>;
   constexpr int OF_GROUP = R::GROUP / 64;  // chunks
   auto flags = [](u32 exponents) { return (exponents + 0x07777777u & 0x08888888u) >> 3; };
@@ -180,7 +181,7 @@ DEVICE u32 word(const uint2& v, int i) { return i == 0 ? v.x : v.y; }
 
 // Scales of a warp's keys in memory as `lower_keys` left e4m3 for them, before a wide turn reads both.
 template <Format FORMAT>
-DEVICE void raise_scales(u32 scales_0, int thread) {
+FUNCTION void raise_scales(u32 scales_0, int thread) {
   using R = Rows<FORMAT>;
   const int own = thread & sizeof(typename R::Scales) / 4 - 1;  // word
   ScalesOfTwo<FORMAT> scales;
@@ -199,21 +200,6 @@ DEVICE void raise_scales(u32 scales_0, int thread) {
     store_shared_4(scales_0 + r * (8 * R::SCALES_PITCH) + own * 4, raised[r] + word(scales.of[r], own));
   }
   __syncwarp();
-}
-
-// Functions lie behind all roles: in the loop they would be in the way of keys that do not need them. Tiles of 32 heads
-// would spill.
-template <int HEADS>
-constexpr bool CALLS = HEADS != 32;
-
-template <Format FORMAT, int BEGIN, int END>
-FUNCTION ScalesOfTwo<FORMAT> call_lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
-  return lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
-}
-
-template <Format FORMAT>
-FUNCTION void call_raise_scales(u32 scales_0, int thread) {
-  raise_scales<FORMAT>(scales_0, thread);
 }
 
 // Divides a lane's keys by powers of two of their own where one of its warp needs that, which is returned: their
@@ -238,10 +224,7 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide, const Places& 
     constexpr int BEGIN = FIRST > 0 ? FIRST - LATER : 0, END = ONE || FIRST > 0 ? R::LATENT / 64 : COUNT - LATER;
     const u32 raw_0 = places.raw + opaque(slot) * Layout<HEADS, FORMAT>::RAW_SLOT;
     ScalesOfTwo<FORMAT> scales{{start.scales[0], start.scales[1]}};
-    if constexpr (CALLS<HEADS>)
-      scales = call_lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
-    else
-      scales = lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
+    scales = lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
     start.scales[0] = scales.of[0], start.scales[1] = scales.of[1];
 #pragma unroll
     for (int n = 0; n < 2; ++n)

@@ -192,13 +192,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
-        if constexpr (LOWERS) {
-          const u32 scales = places.scales + slot * L::SCALES_SLOT;
-          if constexpr (CALLS<HEADS>)
-            call_raise_scales<FORMAT>(scales, opaque(thread));
-          else
-            raise_scales<FORMAT>(scales, opaque(thread));
-        }
+        if constexpr (LOWERS) raise_scales<FORMAT>(places.scales + slot * L::SCALES_SLOT, opaque(thread));
         turn = WIDE;
         if constexpr (!BY_GROUPS) {
           wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,

@@ -52,8 +52,9 @@ DEVICE void attend(const Params& p) {
                         (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS && HEADS < 64),
                  LOADS = BALANCED && HEADS == 64;
   // Whether e4m3 of groups with small scales are divided where they lie. In clusters and in kernels of two ways usual keys
-  // take 1 to 3 % more by it, turns by group take keys as they are, and a row's shares have one way in all kernels.
-  constexpr bool LOWERS = LAUNCH == Launch::ROWS && !TWO_WAYS;
+  // take 1 to 3 % more by it, tiles of 32 heads would spill, turns by group take keys as they are, and a row's shares have
+  // one way in all kernels.
+  constexpr bool LOWERS = LAUNCH == Launch::ROWS && !TWO_WAYS && HEADS != 32;
 
   int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
