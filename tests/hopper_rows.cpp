@@ -393,6 +393,10 @@ void gather_keys(int warp, int lane) {
                                                                            : produce<HEADS, FORMAT, false, true, true>;
       const bool empty = gather(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       failed |= empty != is_without_keys(row) || empty && has_keys(p, row, thread_here()) != has_any_key(row);
+    } else if (HEADS != 24 && launch == Launch::ROWS) {
+      const Indices ahead = begin_asking<32>(p, row, lane, UNREAD);
+      __syncwarp();
+      produce<HEADS, FORMAT, false, false, false, true>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
     } else {
       const Indices ahead = begin_share(p, row, lane).now;
       __syncwarp();

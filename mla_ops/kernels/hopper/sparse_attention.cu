@@ -45,6 +45,9 @@ DEVICE void attend(const Params& p) {
   constexpr bool LONG = PERSISTENT && !SHARES;
   constexpr int SCORERS = ONE ? 1 : 2;
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
+  constexpr bool ASKS = !FOR_FEW && !BY_LENGTH && HEADS != 24 &&
+                        (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS);
+  constexpr bool LOADS = BALANCED && HEADS == 64;  // asks by loads, as no word is left to copy to
 
   int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
@@ -54,7 +57,10 @@ DEVICE void attend(const Params& p) {
       if (HEADS < 64) ahead = indices_at(p, row, row.first, thread & 31);
       ask_for_indices(p, row, shared + (HEADS == 64 ? L::ROUGH : L::INTERVAL));
     } else {
-      ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
+      if constexpr (ASKS)
+        ahead = begin_asking<PERSISTENT ? 32 : 16>(p, row, thread & 31, shared + L::INTERVAL);
+      else
+        ahead = begin_share<IN_REGISTERS, LOADS>(p, row, thread & 31).now;
     }
   }
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
@@ -231,12 +237,15 @@ DEVICE void attend(const Params& p) {
     for (bool first = true;; first = false) {
       // Groups over fp8 and tiles of 32 heads would spill.
       constexpr bool QUICK = FOR_FEW && HEADS != 32 && (LAUNCH == Launch::CLUSTERS || FORMAT == FP8_DS_MLA_V4);
-      empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK>(p, row, shared, ahead, warp, lane, slot,
+      empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS>(p, row, shared, ahead, warp, lane, slot,
                                                                                parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
-      ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
+      if constexpr (ASKS)
+        ahead = begin_asking<PERSISTENT ? 32 : 16>(p, row, lane, shared + L::INTERVAL);
+      else
+        ahead = begin_share<IN_REGISTERS, LOADS>(p, row, lane).now;
       if (is_held(LAUNCH) || SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS < 64 && !SHARES) {
         if (!p.indices[0] && warp * 16 < HEADS) prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
