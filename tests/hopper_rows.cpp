@@ -257,7 +257,7 @@ static const unsigned char* shuffle_pointer(const unsigned char* pointer, int la
 }
 
 #include "balance.cuh"
-#include "gather.cuh"
+#include "listed.cuh"
 
 // ---- which keys -----------------------------------------------------------------------------------------------------
 
@@ -389,14 +389,22 @@ void gather_keys(int warp, int lane) {
       ask_for_indices(p, row, UNREAD);
       __syncwarp();
       const Indices ahead = indices_at(p, row, row.first, lane);
-      const auto gather = launch == Launch::GROUPS && FORMAT == FP8_DS_MLA ? produce<HEADS, FORMAT, false, true, false>
-                                                                           : produce<HEADS, FORMAT, false, true, true>;
-      const bool empty = gather(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      bool empty;
+      if constexpr (HEADS < 64) {
+        empty = produce_listed<HEADS, FORMAT, true, true>(p, row, 0, ahead, warp, lane, slot, parity);
+      } else {
+        const auto gather = launch == Launch::GROUPS && FORMAT == FP8_DS_MLA ? produce<HEADS, FORMAT, false, true, false>
+                                                                             : produce<HEADS, FORMAT, false, true, true>;
+        empty = gather(p, row, 0, ahead, warp, lane, slot, parity, first);
+      }
       failed |= empty != is_without_keys(row) || empty && has_keys(p, row, thread_here()) != has_any_key(row);
     } else if (HEADS != 24 && launch == Launch::ROWS) {
       const Indices ahead = begin_asking<32>(p, row, lane, UNREAD);
       __syncwarp();
-      produce<HEADS, FORMAT, false, false, false, true>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      if constexpr (HEADS < 64)
+        produce_listed<HEADS, FORMAT, false, true>(p, row, 0, ahead, warp, lane, slot, parity);
+      else
+        produce<HEADS, FORMAT, false, false, false, true>(p, row, 0, ahead, warp, lane, slot, parity, first);
     } else {
       const Indices ahead = begin_share(p, row, lane).now;
       __syncwarp();

@@ -207,9 +207,11 @@ struct Layout {
   // With 32 heads, where one warpgroup makes all scores, in place of a second one's.
   static constexpr int FOLD = HEADS == 32 ? SCORES : INTERVAL + 16, FOLD_SUMS = FOLD + HEADS * 16,
                        FOLD_TOPS = FOLD_SUMS + HEADS * 16, FOLD_STATES = FOLD_TOPS + HEADS * 4;
+  // Indices of the keys that each warp of the gather brings next (`listed.cuh`).
+  static constexpr int LIST = INTERVAL + 16;
   static constexpr int BYTES = HEADS == 64   ? SCORES_FULL
                                : HEADS == 16 ? FOLD_STATES + MOST_SHARES * HEADS * 8
-                                             : INTERVAL + 16;
+                                             : LIST + 256;
   static_assert(HEADS != 32 || FOLD_STATES + MOST_SHARES * HEADS * 8 <= INTERVAL, "shares overlap the interval");
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = RAW;  // free once the last weights are there

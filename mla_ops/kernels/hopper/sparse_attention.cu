@@ -11,6 +11,7 @@
 #include "code.cuh"
 #include "empty.cuh"
 #include "gather.cuh"
+#include "listed.cuh"
 #include "queries.cuh"
 #include "scores.cuh"
 #include "values.cuh"
@@ -46,7 +47,7 @@ DEVICE void attend(const Params& p) {
   constexpr int SCORERS = ONE ? 1 : 2;
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
   constexpr bool ASKS = !FOR_FEW && !BY_LENGTH && HEADS != 24 &&
-                        (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS);
+                        (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS && HEADS < 64);
   constexpr bool LOADS = BALANCED && HEADS == 64;  // asks by loads, as no word is left to copy to
 
   int empty = 0;  // whether the gather found no key
@@ -237,8 +238,11 @@ DEVICE void attend(const Params& p) {
     for (bool first = true;; first = false) {
       // Groups over fp8 and tiles of 32 heads would spill.
       constexpr bool QUICK = FOR_FEW && HEADS != 32 && (LAUNCH == Launch::CLUSTERS || FORMAT == FP8_DS_MLA_V4);
-      empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS>(p, row, shared, ahead, warp, lane, slot,
-                                                                               parity, HEADS == 64 && first);
+      if constexpr (HEADS < 64 && (FOR_FEW || ASKS))
+        empty = produce_listed<HEADS, FORMAT, FOR_FEW, true>(p, row, shared, ahead, warp, lane, slot, parity);
+      else
+        empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS>(
+            p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;

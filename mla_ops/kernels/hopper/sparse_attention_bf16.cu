@@ -478,7 +478,7 @@ DEVICE void attend(const Params& p) {
 // Works as the shape says. YIELDS: unless another launch has shared the tokens evenly.
 template <int HEADS, int DIM, int CTAS, bool YIELDS = false>
 __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
-  if (BY_LENGTH) prefetch_code<128>();
+  prefetch_code<128>();
   using L = PlainLayout<HEADS, DIM, CTAS>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];

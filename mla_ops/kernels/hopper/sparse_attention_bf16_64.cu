@@ -503,7 +503,7 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced_rows
 template <int DIM, bool YIELDS = false>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     sparse_attention_bf16_64_clusters(const __grid_constant__ Params p) {
-  if (BY_LENGTH) prefetch_code<128>();
+  prefetch_code<128>();
   using L = PairLayout<DIM>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
