@@ -76,7 +76,7 @@ DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES
 // Whether clusters and groups have a gather that is made for few tokens, as `produce` says. Tiles of 24 heads lose 1 % by it,
 // those of 32 of V4 spill.
 DEVICE constexpr bool is_for_few(int heads, Format format) {
-  return !BY_LENGTH && heads != 24 && !(heads == 32 && format == FP8_DS_MLA_V4);
+  return !BY_LENGTH && heads != 24;
 }
 
 // One warpgroup makes all scores if registers have to hold more.

@@ -56,11 +56,9 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
       bulk |= brought;
     }
   };
-#pragma unroll 1
-  for (int turn = uniform(row.first);; turn += row.stride) {
-    const Indices indices = ahead;
-    const bool extra = turn >= main_turns, over = turn >= last;
-    const u32 found_0 = found_of(indices.of[0], extra), found_1 = found_of(indices.of[1], extra);
+  // The next indices, while keys are copied or, where registers are few, behind that.
+  constexpr bool LATE = HEADS == 32;
+  auto look_ahead = [&](int turn) {
     limit = there.limit;
     const int later = turn + 2 * row.stride;
     ahead = indices_at<QUICK>(p, there, lane);
@@ -68,7 +66,17 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
       there = positions_at(p, row, later, opaque(lane));
     else
       there.at += row.stride * TILE_KEYS, there.left -= row.stride * TILE_KEYS;
-    if (!over && !(found_0 | found_1)) continue;
+  };
+#pragma unroll 1
+  for (int turn = uniform(row.first);; turn += row.stride) {
+    const Indices indices = ahead;
+    const bool extra = turn >= main_turns, over = turn >= last;
+    const u32 found_0 = found_of(indices.of[0], extra), found_1 = found_of(indices.of[1], extra);
+    if (!LATE) look_ahead(turn);
+    if (!over && !(found_0 | found_1)) {
+      if (LATE) look_ahead(turn);
+      continue;
+    }
     if (ENDS_EMPTY && over && filled == -16 * warp) return true;
     // Turns without a dead index are taken as they stand.
     const bool whole = (found_0 & found_1) == ~0u && filled == -16 * warp;
@@ -114,5 +122,6 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
       if (!more) return false;
       filled -= TILE_KEYS, before -= TILE_KEYS;
     }
+    if (LATE) look_ahead(turn);
   }
 }

@@ -48,6 +48,9 @@ DEVICE void attend(const Params& p) {
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
   constexpr bool ASKS = !FOR_FEW && !BY_LENGTH && HEADS != 24 &&
                         (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS && HEADS < 64);
+  // Two kernels would spill.
+  constexpr bool LISTS = HEADS < 64 && (FOR_FEW || ASKS) &&
+                         !(HEADS == 32 && LAUNCH == (FORMAT == FP8_DS_MLA ? Launch::CLUSTERS : Launch::ROWS) && !WIDER);
   constexpr bool LOADS = BALANCED && HEADS == 64;  // asks by loads, as no word is left to copy to
 
   int empty = 0;  // whether the gather found no key
@@ -61,7 +64,7 @@ DEVICE void attend(const Params& p) {
       if constexpr (ASKS)
         ahead = begin_asking<PERSISTENT ? 32 : 16>(p, row, thread & 31, shared + L::INTERVAL);
       else
-        ahead = begin_share<IN_REGISTERS, LOADS>(p, row, thread & 31).now;
+        ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
     }
   }
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
@@ -238,7 +241,7 @@ DEVICE void attend(const Params& p) {
     for (bool first = true;; first = false) {
       // Groups over fp8 and tiles of 32 heads would spill.
       constexpr bool QUICK = FOR_FEW && HEADS != 32 && (LAUNCH == Launch::CLUSTERS || FORMAT == FP8_DS_MLA_V4);
-      if constexpr (HEADS < 64 && (FOR_FEW || ASKS))
+      if constexpr (LISTS)
         empty = produce_listed<HEADS, FORMAT, FOR_FEW, true>(p, row, shared, ahead, warp, lane, slot, parity);
       else
         empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS>(
@@ -252,7 +255,7 @@ DEVICE void attend(const Params& p) {
         ahead = begin_share<IN_REGISTERS, LOADS>(p, row, lane).now;
       if (is_held(LAUNCH) || SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS < 64 && !SHARES) {
-        if (!p.indices[0] && warp * 16 < HEADS) prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
+        if (!p.indices[0] && warp * 16 < HEADS) prefetch_queries<HEADS, FORMAT>(p, row, thread_here() & 127);
       }
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
@@ -351,7 +354,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
     sparse_attention_pairs(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS>(p);
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, false, is_for_few(HEADS, FORMAT) && !(HEADS == 32 && FORMAT == FP8_DS_MLA)>(p);
 }
 
 template <int HEADS, Format FORMAT>
