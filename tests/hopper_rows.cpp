@@ -438,7 +438,9 @@ extern "C" void choose_cta(const Params* p, const int* block, const int* grid, i
 
 template <Format FORMAT>
 int gather_of(int heads) {
-  return heads == 16 ? gather<16, FORMAT>() : heads == 24 ? gather<24, FORMAT>() : gather<64, FORMAT>();
+  if (heads == 16) return gather<16, FORMAT>();
+  if (heads == 24) return gather<24, FORMAT>();
+  return heads == 32 ? gather<32, FORMAT>() : gather<64, FORMAT>();
 }
 
 // How many slots of quantised keys it fills, -1 where it would wait for ever or leave a barrier unfinished.

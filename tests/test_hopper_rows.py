@@ -41,6 +41,8 @@ REQUESTS = [0, 1, 2, 0, -1, 2, 1, 7, 0]
 KINDS = ("slots", "tables", "two caches", "every position")
 SHAPES = (
     *(Clusters(16, n) for n in (1, 2, 3, 7, 16)),
+    Clusters(32, 1),
+    Clusters(32, 3),
     Clusters(64, 1),
     Clusters(64, 6),
     Clusters(16, 3, 4),
@@ -331,7 +333,7 @@ def test_rows_of_large_blocks_are_found_by_64_bits(
 
 
 FILLED_SHAPES = (
-    *itertools.starmap(Clusters, itertools.product((16, 24, 64), (1, 3, 16))),
+    *itertools.starmap(Clusters, itertools.product((16, 24, 32, 64), (1, 3, 16))),
     *IN_SHARES,
     *(Group(members) for members in (2, 7, 16)),
 )

@@ -214,7 +214,8 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
 // GIVES_WAY: keys leave L2 before anything else does. FOR_FEW: made for few tokens, where a CTA has one row or a part of
 // it, and its start counts: whether the share has no key is returned, with nothing handed over. QUICK: by a
 // register more.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FOR_FEW = false, bool QUICK = FOR_FEW, bool SKIPS = FOR_FEW>
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FOR_FEW = false, bool QUICK = FOR_FEW, bool SKIPS = FOR_FEW,
+          bool ONE_PASS = FOR_FEW>
 DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
@@ -233,19 +234,19 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     const bool alive = in_range(p.caches[extra], index_0);
     int place = filled + __popc(found_0 & below), second_place = 0;
     filled += __popc(found_0);
-    if (FOR_FEW) second_place = filled + __popc(found_1 & below), filled += __popc(found_1);
+    if (ONE_PASS) second_place = filled + __popc(found_1 & below), filled += __popc(found_1);
     for (;;) {
       const u32 barrier = shared + L::RAW_FULL + slot * 8, rows = shared + L::RAW + slot * L::RAW_SLOT,
                 scales = shared + L::SCALES + slot * L::SCALES_SLOT;
-      const bool first = (FOR_FEW ? found_0 >> lane & 1 : alive) && static_cast<u32>(place) < 16;
+      const bool first = (ONE_PASS ? found_0 >> lane & 1 : alive) && static_cast<u32>(place) < 16;
       const u32 firsts = __ballot_sync(~0u, first);
       u32 seconds = 0;
-      if (FOR_FEW) seconds = __ballot_sync(~0u, found_1 >> lane & 1 && static_cast<u32>(second_place) < 16);
+      if (ONE_PASS) seconds = __ballot_sync(~0u, found_1 >> lane & 1 && static_cast<u32>(second_place) < 16);
       const u32 window = firsts | seconds;
       if (window) {
         const Cache& cache = p.caches[extra];
-        const int index = first || !FOR_FEW ? index_0 : index_1, at = first || !FOR_FEW ? place : second_place;
-        const bool mine = FOR_FEW ? window >> lane & 1 : first;
+        const int index = first || !ONE_PASS ? index_0 : index_1, at = first || !ONE_PASS ? place : second_place;
+        const bool mine = ONE_PASS ? window >> lane & 1 : first;
         const int leader = __shfl_sync(~0u, index, __ffs(window) - 1);
         const bool all_one = __popc(window) == 16 && __all_sync(~0u, !mine || index == leader);
         const Place from = place_at(cache, request, mine ? index : -1);
@@ -269,7 +270,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
           if (!neighbours && copies) copy_keys<GIVES_WAY>(rows + at * R::BYTES, row, R::BYTES, barrier);
           bulk |= copied;
         }
-        if (FOR_FEW && firsts & seconds) {
+        if (ONE_PASS && firsts & seconds) {
           found_0 &= ~firsts, found_1 &= ~seconds | firsts;
           continue;
         }
@@ -307,7 +308,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
   // A few tokens' turn without a key takes 45 instructions. With 64 heads the start does not wait for its first indices.
   constexpr bool LATE = FOR_FEW && HEADS == 64;
   Positions there;
-  if constexpr (FOR_FEW) there = positions_at(p, row, LATE ? row.first : row.first + row.stride, lane);
+  if constexpr (ONE_PASS) there = positions_at(p, row, LATE ? row.first : row.first + row.stride, lane);
   if (LATE) ahead = {{-1, -1}};
   if (QUICK) limit = p.caches[uniform(row.first) >= main_turns].num_indices;
 #pragma unroll 1
@@ -315,7 +316,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
     u32 found[2];
-    if constexpr (FOR_FEW) {
+    if constexpr (ONE_PASS) {
       found[0] = found_of(indices.of[0], extra), found[1] = found_of(indices.of[1], extra);
       limit = there.limit;
       const int later = turn + 2 * row.stride;
@@ -330,7 +331,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     }
     if (SKIPS && !over && !(found[0] | found[1]) || counts_only(found, over)) continue;
     if (FOR_FEW && over && filled == -16 * warp) return true;
-    if constexpr (FOR_FEW) {
+    if constexpr (ONE_PASS) {
       take(indices.of[0], indices.of[1], found[0], found[1], extra, over);
       if (over) return false;
     } else {

@@ -466,21 +466,26 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
 
 // This CTA's share of the result, if it is in packets. In WIDER clusters code of its own adds packets that are all float16:
 // it has half of the other's instructions.
-template <class L, int WARPS = 12, bool WIDER = false>
-DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+// WARMS, where `warms`: nothing but code is brought, for those who need it next: one packet is added up, and nothing written.
+template <class L, int WARPS = 12, bool WIDER = false, bool WARMS = false>
+DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane, bool warms = false) {
   using P = typename L::Packet;
   // This CTA's factors, and those packets that did not have to go far. Callers do not arrive for themselves: ptxas let
   // lane 0 come behind the others then, who had changed the warp's uniform registers.
   __syncwarp();
-  warp_arrive(shared + L::OWN_FULL, lane);
+  if (!WARMS || !warms) warp_arrive(shared + L::OWN_FULL, lane);
   if (by_halves<L, Launch::CLUSTERS, WIDER>(p, row)) return;
   Target to = target_of_cluster<L>(p, row);
   int packets = packets_of<L>(p, row), splits = row.splits;
   hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
-  mbarrier_wait(shared + L::OWN_FULL, 0);
-  if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  if (WARMS && warms) {
+    warp = 0, packets = 1, to.heads = 0;
+  } else {
+    mbarrier_wait(shared + L::OWN_FULL, 0);
+    if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  }
   if constexpr (WIDER) {
-    if (uniform(load_shared_4(shared + L::End::ALL_FLOAT16))) {
+    if (uniform(WARMS && warms ? 1 : load_shared_4(shared + L::End::ALL_FLOAT16))) {
       add_packets<L, WARPS, true>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, splits,
                                   warp, lane);
       return;

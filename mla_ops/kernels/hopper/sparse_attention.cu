@@ -35,7 +35,7 @@ DEVICE void attend(const Params& p) {
   constexpr int PRODUCER = THREADS / 128 - 1;
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row, and few
   // tokens' turns are taken in one pass.
-  constexpr int MOVED = HEADS < 64 ? (BALANCED ? 8 : 0) : (BALANCED || FOR_FEW) && L::GATHER_REGISTERS < 32 ? 4 : 0;
+  constexpr int MOVED = HEADS < 64 ? (BALANCED ? 8 : 0) : (BALANCED || FOR_FEW || LAUNCH == Launch::ROWS) && L::GATHER_REGISTERS < 32 ? 4 : 0;
   // The first of two warpgroups of scores gives this many to each of those that accumulate, less what the second does.
   constexpr int KEPT = ONE ? 0 : is_held(LAUNCH) ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
                 OF_REST = KEPT > 16 ? 16 : 0;
@@ -51,8 +51,11 @@ DEVICE void attend(const Params& p) {
   // Two kernels would spill.
   constexpr bool LISTS = HEADS < 64 && (FOR_FEW || ASKS) &&
                          !(HEADS == 32 && LAUNCH == (FORMAT == FP8_DS_MLA ? Launch::CLUSTERS : Launch::ROWS) && !WIDER);
+  constexpr bool ONE_PASS = HEADS == 64 && (BALANCED || LAUNCH == Launch::ROWS && FORMAT == FP8_DS_MLA);
   constexpr bool LOADS = BALANCED && HEADS == 64;  // asks by loads, as no word is left to copy to
 
+  constexpr bool WARMS = LAUNCH == Launch::CLUSTERS && WIDER && !ONE && !BY_LENGTH;
+  int warms = 0;
   int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
@@ -217,9 +220,15 @@ DEVICE void attend(const Params& p) {
       do {
         score_rest<HEADS, FORMAT, LONG, FOR_FEW>(row, shared, thread, at);
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
-      if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
-      if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
-      return;
+      if constexpr (WARMS) {
+        __syncwarp();
+        if (row.splits > 1) cluster_arrive();
+        warms = opaque(1);
+      } else {
+        if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
+        if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
+        return;
+      }
     }
     if constexpr (BALANCED)
       if (warpgroup > 0)
@@ -227,7 +236,11 @@ DEVICE void attend(const Params& p) {
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS && !leaves_units<HEADS>(row)) {
       row.rank = rank_here(row);
-      finish<L, 12, WIDER>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+      finish<L, 12, WIDER, WARMS>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32, warms);
+      if (WARMS && warms) {
+        await_peers(row);
+        return;
+      }
     }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
@@ -244,7 +257,7 @@ DEVICE void attend(const Params& p) {
       if constexpr (LISTS)
         empty = produce_listed<HEADS, FORMAT, FOR_FEW, true>(p, row, shared, ahead, warp, lane, slot, parity);
       else
-        empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS>(
+        empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS, FOR_FEW || ONE_PASS>(
             p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
