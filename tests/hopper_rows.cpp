@@ -404,7 +404,7 @@ void gather_keys(int warp, int lane) {
       if constexpr (HEADS < 64)
         produce_listed<HEADS, FORMAT, false, true>(p, row, 0, ahead, warp, lane, slot, parity);
       else
-        produce<HEADS, FORMAT, false, false, false, true>(p, row, 0, ahead, warp, lane, slot, parity, first);
+        produce<HEADS, FORMAT, false, false, false, true, FORMAT == FP8_DS_MLA>(p, row, 0, ahead, warp, lane, slot, parity, first);
     } else {
       const Indices ahead = begin_share(p, row, lane).now;
       __syncwarp();
