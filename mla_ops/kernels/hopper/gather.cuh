@@ -155,7 +155,7 @@ DEVICE void ask_for_indices(const Params& p, const Row& row, u32 unread) {
   if (indices) copy_4(unread, indices + row.token * stride + min(position, (extra ? row.extra_length : row.length) - 1));
 }
 
-// The same of TURNS turns, behind the first indices, of a share that may not be the CTA's first.
+// The same of a share's first TURNS turns. Returns the indices of the first.
 template <int TURNS>
 DEVICE Indices begin_asking(const Params& p, Row row, int lane, u32 unread) {
   const Indices first = indices_at(p, row, row.first, lane);
@@ -213,9 +213,10 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
 // GIVES_WAY: keys leave L2 before anything else does. FOR_FEW: made for few tokens, where a CTA has one row or a part of
 // it, and its start counts: whether the share has no key is returned, with nothing handed over. QUICK: by a
-// register more.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FOR_FEW = false, bool QUICK = FOR_FEW, bool SKIPS = FOR_FEW,
-          bool ONE_PASS = FOR_FEW>
+// register more. SKIPS: asks whether a turn has no key at all. ONE_PASS: takes both halves of a turn together, by
+// registers more.
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FOR_FEW = false, bool QUICK = FOR_FEW,
+          bool SKIPS = FOR_FEW, bool ONE_PASS = FOR_FEW>
 DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
@@ -227,7 +228,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
   auto found_of = [&](int index, bool extra) {
     return __ballot_sync(~0u, QUICK ? static_cast<u32>(index) < limit : in_range(p.caches[extra], index));
   };
-  // Takes what was found of a turn's first or second half or, for few tokens, of both: a lane mostly has one key at most for
+  // Takes what was found of a turn's first or second half or, in one pass, of both: a lane mostly has one key at most for
   // this warp's slot, and another pass brings a second.
   auto take = [&](int index_0, int index_1, u32 found_0, u32 found_1, bool extra, bool over) {
     const u32 below = (1u << lane) - 1;

@@ -73,9 +73,8 @@ DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOL
 
 DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || in_registers(launch); }
 
-// Whether clusters and groups have a gather that is made for few tokens, as `produce` says. Tiles of 24 heads lose 1 % by it,
-// those of 32 of V4 spill.
-DEVICE constexpr bool is_for_few(int heads, Format format) {
+// Whether clusters and groups have a gather that is made for few tokens, as `produce` says. Tiles of 24 heads lose 1 % by it.
+DEVICE constexpr bool is_for_few(int heads) {
   return !BY_LENGTH && heads != 24;
 }
 

@@ -1,5 +1,5 @@
-// The gather of tiles below 64 heads whose indices may be dead. Each warp looks through its share's indices in a short loop,
-// and writes down those of its next 16 keys; a turn of which most are dead takes a fifth of what `produce` takes for it.
+// The gather of tiles below 64 heads. Each warp looks through its share's indices in a short loop and writes down those of its
+// next 16 keys, which it then copies together. In `produce` each turn with a key for the warp goes through all of that.
 #pragma once
 
 #include "gather.cuh"
@@ -21,9 +21,9 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
   auto found_of = [&](int index, bool extra) {
     return __ballot_sync(~0u, QUICK ? static_cast<u32>(index) < limit : in_range(p.caches[extra], index));
   };
-  // The first `count` keys of the list into the slot. `word`: a lane's, of which the last bit says which cache it is of.
+  // Brings the keys of the first `count` lanes into the slot. `word`: an index, above it which cache it is of.
   auto copy = [&](u32 word, int count) {
-    const int lane = opaque(own_lane);
+    const int lane = opaque(own_lane);  // registers are few: nothing is to be kept for it from turn to turn
     const u32 barrier = shared + L::RAW_FULL + slot * 8, rows = shared + L::RAW + slot * L::RAW_SLOT,
               scales = shared + L::SCALES + slot * L::SCALES_SLOT;
     mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
@@ -85,10 +85,11 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
     const u32 above = extra ? 0x80000000u : 0u;
     for (;;) {
       if (!whole) {
-        const u32 below = (1u << opaque(lane)) - 1;  // registers are few
+        const u32 below = (1u << opaque(lane)) - 1;
         const int place = before + __popc(found_0 & below),
                   second_place = before + __popc(found_0) + __popc(found_1 & below);
-        if (found_0 >> lane & 1 && static_cast<u32>(place) < 16) store_shared_4(list + place * 4, indices.of[0] | above);
+        if (found_0 >> lane & 1 && static_cast<u32>(place) < 16)
+          store_shared_4(list + place * 4, indices.of[0] | above);
         if (found_1 >> lane & 1 && static_cast<u32>(second_place) < 16)
           store_shared_4(list + second_place * 4, indices.of[1] | above);
       }

@@ -466,7 +466,8 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
 
 // This CTA's share of the result, if it is in packets. In WIDER clusters code of its own adds packets that are all float16:
 // it has half of the other's instructions.
-// WARMS, where `warms`: nothing but code is brought, for those who need it next: one packet is added up, and nothing written.
+// Where `warms`, a warp that has nothing else to do brings the code, which those who need it would have to wait for: it adds
+// up a packet of whatever is there, and writes nothing.
 template <class L, int WARPS = 12, bool WIDER = false, bool WARMS = false>
 DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane, bool warms = false) {
   using P = typename L::Packet;

@@ -35,7 +35,8 @@ DEVICE void attend(const Params& p) {
   constexpr int PRODUCER = THREADS / 128 - 1;
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row, and few
   // tokens' turns are taken in one pass.
-  constexpr int MOVED = HEADS < 64 ? (BALANCED ? 8 : 0) : (BALANCED || FOR_FEW || LAUNCH == Launch::ROWS) && L::GATHER_REGISTERS < 32 ? 4 : 0;
+  constexpr bool FIRST_OF_64 = BALANCED || FOR_FEW || LAUNCH == Launch::ROWS;
+  constexpr int MOVED = HEADS < 64 ? (BALANCED ? 8 : 0) : FIRST_OF_64 && L::GATHER_REGISTERS < 32 ? 4 : 0;
   // The first of two warpgroups of scores gives this many to each of those that accumulate, less what the second does.
   constexpr int KEPT = ONE ? 0 : is_held(LAUNCH) ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
                 OF_REST = KEPT > 16 ? 16 : 0;
@@ -46,16 +47,17 @@ DEVICE void attend(const Params& p) {
   constexpr bool LONG = PERSISTENT && !SHARES;
   constexpr int SCORERS = ONE ? 1 : 2;
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
-  constexpr bool ASKS = !FOR_FEW && !BY_LENGTH && HEADS != 24 &&
-                        (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS && HEADS < 64);
-  // Two kernels would spill.
-  constexpr bool LISTS = HEADS < 64 && (FOR_FEW || ASKS) &&
-                         !(HEADS == 32 && LAUNCH == (FORMAT == FP8_DS_MLA ? Launch::CLUSTERS : Launch::ROWS) && !WIDER);
-  constexpr bool ONE_PASS = HEADS == 64 && (BALANCED || LAUNCH == Launch::ROWS && FORMAT == FP8_DS_MLA);
-  constexpr bool LOADS = BALANCED && HEADS == 64;  // asks by loads, as no word is left to copy to
-
+  // Where most indices are dead, they are what is waited for. They come to L1 by copies to an unread word or, where there is
+  // none, by loads.
+  constexpr bool ROWS_OF_KEYS = LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS,
+                 ASKS = !FOR_FEW && !BY_LENGTH && HEADS != 24 &&
+                        (ROWS_OF_KEYS || LAUNCH == Launch::CLUSTERS && HEADS < 64),
+                 LOADS = BALANCED && HEADS == 64;
+  // Rows of 32 heads of V4 would spill.
+  constexpr bool LISTS = HEADS < 64 && (FOR_FEW || ASKS && PERSISTENT && !(HEADS == 32 && FORMAT == FP8_DS_MLA_V4));
+  // The second warpgroup of scores brings code of a cluster's end.
   constexpr bool WARMS = LAUNCH == Launch::CLUSTERS && WIDER && !ONE && !BY_LENGTH;
-  int warms = 0;
+
   int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
@@ -223,7 +225,6 @@ DEVICE void attend(const Params& p) {
       if constexpr (WARMS) {
         __syncwarp();
         if (row.splits > 1) cluster_arrive();
-        warms = opaque(1);
       } else {
         if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
         if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
@@ -236,6 +237,7 @@ DEVICE void attend(const Params& p) {
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS && !leaves_units<HEADS>(row)) {
       row.rank = rank_here(row);
+      const bool warms = WARMS && uniform(opaque(threadIdx.x)) >= 384;
       finish<L, 12, WIDER, WARMS>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32, warms);
       if (WARMS && warms) {
         await_peers(row);
@@ -254,10 +256,11 @@ DEVICE void attend(const Params& p) {
     for (bool first = true;; first = false) {
       // Groups over fp8 and tiles of 32 heads would spill.
       constexpr bool QUICK = FOR_FEW && HEADS != 32 && (LAUNCH == Launch::CLUSTERS || FORMAT == FP8_DS_MLA_V4);
+      constexpr bool ONE_PASS = FOR_FEW || HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
       if constexpr (LISTS)
-        empty = produce_listed<HEADS, FORMAT, FOR_FEW, true>(p, row, shared, ahead, warp, lane, slot, parity);
+        empty = produce_listed<HEADS, FORMAT, FOR_FEW, HEADS != 32>(p, row, shared, ahead, warp, lane, slot, parity);
       else
-        empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS, FOR_FEW || ONE_PASS>(
+        empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS, ONE_PASS>(
             p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
@@ -357,7 +360,8 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
   if (BY_LENGTH) prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64), is_for_few(HEADS, FORMAT)>(p);
+  constexpr bool FOR_FEW = is_for_few(HEADS) && !(YIELDS && HEADS == 32);  // else it would spill
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64), FOR_FEW>(p);
 }
 
 // Clusters of two CTAs that have all keys of their row. Other clusters have no code for it: launches of few tokens get
@@ -367,7 +371,8 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
     sparse_attention_pairs(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, false, is_for_few(HEADS, FORMAT) && !(HEADS == 32 && FORMAT == FP8_DS_MLA)>(p);
+  constexpr bool FOR_FEW = is_for_few(HEADS) && !(HEADS == 32 && FORMAT == FP8_DS_MLA);  // else it would spill
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, false, FOR_FEW>(p);
 }
 
 template <int HEADS, Format FORMAT>
@@ -418,7 +423,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::GROUPS, YIELDS, false, is_for_few(HEADS, FORMAT)>(p);
+  attend_by_shape<HEADS, FORMAT, Launch::GROUPS, YIELDS, false, is_for_few(HEADS)>(p);
 }
 
 template <int HEADS, Format FORMAT>
