@@ -391,7 +391,7 @@ void gather_keys(int warp, int lane) {
       const Indices ahead = indices_at(p, row, row.first, lane);
       bool empty;
       if constexpr (HEADS < 64) {
-        empty = produce_listed<HEADS, FORMAT, true, true>(p, row, 0, ahead, warp, lane, slot, parity);
+        empty = produce_listed<HEADS, FORMAT, true>(p, row, 0, ahead, warp, lane, slot, parity);
       } else {
         const auto gather = launch == Launch::GROUPS && FORMAT == FP8_DS_MLA ? produce<HEADS, FORMAT, false, true, false>
                                                                              : produce<HEADS, FORMAT, false, true, true>;
@@ -402,7 +402,7 @@ void gather_keys(int warp, int lane) {
       const Indices ahead = begin_asking<32>(p, row, lane, UNREAD);
       __syncwarp();
       if constexpr (HEADS < 64)
-        produce_listed<HEADS, FORMAT, false, true>(p, row, 0, ahead, warp, lane, slot, parity);
+        produce_listed<HEADS, FORMAT, false>(p, row, 0, ahead, warp, lane, slot, parity);
       else
         produce<HEADS, FORMAT, false, false, false, true, FORMAT == FP8_DS_MLA>(p, row, 0, ahead, warp, lane, slot, parity, first);
     } else {

@@ -5,7 +5,7 @@
 #include "gather.cuh"
 
 // As `produce`. ENDS_EMPTY: whether the share has no key is returned, with nothing handed over.
-template <int HEADS, Format FORMAT, bool ENDS_EMPTY, bool QUICK>
+template <int HEADS, Format FORMAT, bool ENDS_EMPTY>
 DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int own_lane, int& slot,
                            int& parity) {
   using L = Layout<HEADS, FORMAT>;
@@ -18,8 +18,8 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
   bool copied = false;      // whether the slot's keys are on their way
   u32 limit = p.caches[uniform(row.first) >= main_turns].num_indices;
   Positions there = positions_at(p, row, row.first + row.stride, lane);
-  auto found_of = [&](int index, bool extra) {
-    return __ballot_sync(~0u, QUICK ? static_cast<u32>(index) < limit : in_range(p.caches[extra], index));
+  auto found_of = [&](int index) {
+    return __ballot_sync(~0u, static_cast<u32>(index) < limit);
   };
   // Brings the keys of the first `count` lanes into the slot. `word`: an index, above it which cache it is of.
   auto copy = [&](u32 word, int count) {
@@ -61,7 +61,7 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
   auto look_ahead = [&](int turn) {
     limit = there.limit;
     const int later = turn + 2 * row.stride;
-    ahead = indices_at<QUICK>(p, there, lane);
+    ahead = indices_at<true>(p, there, lane);
     if (static_cast<u32>(later - main_turns) < static_cast<u32>(row.stride))  // the second cache's begin there
       there = positions_at(p, row, later, opaque(lane));
     else
@@ -71,7 +71,7 @@ DEVICE bool produce_listed(const Params& p, const Row& row, u32 shared, Indices 
   for (int turn = uniform(row.first);; turn += row.stride) {
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
-    const u32 found_0 = found_of(indices.of[0], extra), found_1 = found_of(indices.of[1], extra);
+    const u32 found_0 = found_of(indices.of[0]), found_1 = found_of(indices.of[1]);
     if (!LATE) look_ahead(turn);
     if (!over && !(found_0 | found_1)) {
       if (LATE) look_ahead(turn);

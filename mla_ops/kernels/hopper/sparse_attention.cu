@@ -58,6 +58,7 @@ DEVICE void attend(const Params& p) {
   // The second warpgroup of scores brings code of a cluster's end.
   constexpr bool WARMS = LAUNCH == Launch::CLUSTERS && WIDER && !ONE && !BY_LENGTH;
 
+  int warms = 0;
   int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
@@ -225,6 +226,7 @@ DEVICE void attend(const Params& p) {
       if constexpr (WARMS) {
         __syncwarp();
         if (row.splits > 1) cluster_arrive();
+        warms = opaque(1);
       } else {
         if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
         if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
@@ -237,7 +239,6 @@ DEVICE void attend(const Params& p) {
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS && !leaves_units<HEADS>(row)) {
       row.rank = rank_here(row);
-      const bool warms = WARMS && uniform(opaque(threadIdx.x)) >= 384;
       finish<L, 12, WIDER, WARMS>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32, warms);
       if (WARMS && warms) {
         await_peers(row);
@@ -258,7 +259,7 @@ DEVICE void attend(const Params& p) {
       constexpr bool QUICK = FOR_FEW && HEADS != 32 && (LAUNCH == Launch::CLUSTERS || FORMAT == FP8_DS_MLA_V4);
       constexpr bool ONE_PASS = FOR_FEW || HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
       if constexpr (LISTS)
-        empty = produce_listed<HEADS, FORMAT, FOR_FEW, HEADS != 32>(p, row, shared, ahead, warp, lane, slot, parity);
+        empty = produce_listed<HEADS, FORMAT, FOR_FEW>(p, row, shared, ahead, warp, lane, slot, parity);
       else
         empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK, FOR_FEW || ASKS || LOADS, ONE_PASS>(
             p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
