@@ -101,7 +101,7 @@ struct InCluster {
   // The barriers are there for whoever the cluster's barrier lets go on.
   DEVICE void clear() {
     if (threadIdx.x == 0) {
-      control.have = control.front = 0;
+      control.have = control.front = 0, control.last_place = p.last_place();
       mbarrier_init(shared_address(&control.met), 1), mbarrier_init(shared_address(&control.counted), 1);
       mbarrier_init(shared_address(&control.listed_all), 1), mbarrier_init(shared_address(&control.given), 1);
       fence_barrier_init();

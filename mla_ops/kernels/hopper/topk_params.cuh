@@ -48,6 +48,9 @@ struct Params {
     if (known_only && static_cast<u32>(given.request) >= static_cast<u32>(num_requests)) end = start;
   }
 
+  // No entry's place is less (topk_select.cuh).
+  DEVICE u32 last_place() const { return ~static_cast<u32>(num_columns + 3); }
+
   // The slot of a column's key, -1 if the table has none.
   DEVICE int translated(int column, int request) const {
     if (block_size == 0) return column;

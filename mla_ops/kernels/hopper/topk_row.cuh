@@ -216,6 +216,7 @@ struct Selection {
   DEVICE u32 read(Gate gate, Four (&next)[VECTORS], u32 enough) {
     const u32 base = shared_address(entries);
     u32 have = 0, ordered = 0, parity = 0;
+    const u32 enough_for_all = p.k;
 #pragma unroll 1
     for (u32 at = 0; at < vectors; at += STEP) {
       float x[VECTORS][4];
@@ -267,6 +268,8 @@ struct Selection {
         const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k, least);
         have = ordered = p.k;
         gate = Gate(static_cast<u32>(threshold >> 32) + 1);  // columns to come lose against equal ones
+      } else if (SCORES && have >= enough_for_all && gate.key == least) {
+        gate = Gate(gate.key + 1);  // likewise
       }
       parity ^= 1;
     }
@@ -481,6 +484,7 @@ struct Selection {
       else if (length >= p.gated)
         load_sample(groups, sample);
     }
+    if (threadIdx.x == 0) control.last_place = p.last_place();
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
     if (length <= p.k && !p.sorted) return write_all<THREADS>(p, number, given.request, start, length, rank);
 

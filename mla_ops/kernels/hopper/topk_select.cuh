@@ -11,7 +11,6 @@
 constexpr int BIN_BITS = 11;
 constexpr u32 BINS = 1 << BIN_BITS;
 constexpr u32 SHORT_LIST = 64;          // entries that are compared with one another
-constexpr int POSITION_BITS = 22;       // 2^21 columns, and those in front of the first
 constexpr u32 LOWEST_KEY = 0x007fffff;  // the key of -inf
 constexpr u32 NAN_KEY = 1, KEY_OF_ZERO = 1u << 31;
 constexpr int MAX_CLUSTER = 16;
@@ -33,6 +32,7 @@ struct alignas(16) Control {
   u32 chosen[MAX_CLUSTER], before[MAX_CLUSTER];  // columns of this CTA by who writes them; those of each in front
   u32 sums[2][32];             // one a warp
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
+  u32 last_place;              // of all entries
 
   // Address of a word for what belongs to no bin, which takes less time than a branch: the list is made after counts.
   DEVICE u32 no_bin() const { return shared_address(list) + threadIdx.x % 32 * sizeof(u32); }
@@ -142,6 +142,17 @@ struct Listed {
   }
 };
 
+// The least and the most of what all threads have. There is one barrier in it, and another one has to precede the next.
+template <int THREADS>
+DEVICE void least_and_most(Control& control, u32& low, u32& high) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+  if (lane == 0) control.sums[0][warp] = low, control.sums[1][warp] = high;
+  meet<THREADS>();
+  low = __reduce_min_sync(~0u, lane < THREADS / 32 ? control.sums[0][lane] : ~0u);
+  high = __reduce_max_sync(~0u, lane < THREADS / 32 ? control.sums[1][lane] : 0);
+}
+
 // The entry of a rank among those of control's list, which begins at the address `at`. A barrier precedes.
 template <int THREADS>
 DEVICE u64 entry_of_list(Control& control, u32 at, u32 inside, u32 rank) {
@@ -224,11 +235,19 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
           if (key - least <= most - least) use(key, place);
         });
       });
+    if constexpr (EXACT && !UPPER_KEYS<Entries>) {  // equal scores, which one bin has, are known by their least and best
+      u32 low = most, high = least;
+      entries.each([&](u32 key, u32) {
+        if (key - least <= most - least) low = min(low, key), high = max(high, key);
+      });
+      least_and_most<THREADS>(control, low, high);
+      least = low, most = high;
+    }
     if (least == most) break;
     shift = max(32 - BIN_BITS - __clz(most - least), UPPER_KEYS<Entries> ? 16 : 0);
   }
   const u32 score = least;
-  least = ~0u << POSITION_BITS, most = ~0u;
+  least = control.last_place, most = ~0u;
 #pragma unroll 1
   for (;;) {
     shift = max(32 - BIN_BITS - __clz(most - least), 0);

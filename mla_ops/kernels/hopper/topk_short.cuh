@@ -161,7 +161,7 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   int start, end;
   p.columns_of(given, start, end);
   const int length = end - start;
-  if (threadIdx.x == 0) p.lengths[number] = min(length, p.k);
+  if (threadIdx.x == 0) control.last_place = p.last_place(), p.lengths[number] = min(length, p.k);
   if (length <= p.k && !p.sorted) {
     int* const out = p.indices + number * p.indices_pitch;
     for (u32 i = threadIdx.x; i < p.k; i += THREADS) out[i] = i < length ? p.translated(start + i, given.request) : -1;
