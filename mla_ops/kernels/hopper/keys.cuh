@@ -213,6 +213,39 @@ constexpr bool LOWERS = LAUNCH != Launch::MANY_ROWS &&
 template <int HEADS>
 constexpr bool CALLS = HEADS != 32;
 
+// What takes powers of two out is in the function, too, where few tokens get all code from memory, and in narrow tiles.
+template <int HEADS, Launch LAUNCH>
+constexpr bool CALLS_WHOLE = HEADS < 64 || LAUNCH == Launch::CLUSTERS;
+
+// Whether a warp's keys are lowered: not where one is wide.
+DEVICE bool lowers(u32 kinds) { return __reduce_or_sync(~0u, kinds) == HAS_SMALL; }
+
+constexpr u32 WAS_LOWERED = 4;
+
+template <Format FORMAT>
+struct Taken {
+  ScalesOfTwo<FORMAT> scales;
+  u32 undo, kinds;
+};
+
+template <Format FORMAT>
+DEVICE u32 take_out_of(ScalesOfTwo<FORMAT>& scales, u32& undo) {
+  using R = Rows<FORMAT>;
+  u32 second;
+  const u32 kinds = R::take_out(scales.of[0], undo) | R::take_out(scales.of[1], second);
+  undo |= second << 16;
+  return kinds;
+}
+
+template <Format FORMAT, int BEGIN, int END, Launch LAUNCH>
+FUNCTION Taken<FORMAT> call_take_out_of(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
+  Taken<FORMAT> taken;
+  taken.kinds = take_out_of<FORMAT>(scales, taken.undo);
+  if (lowers(taken.kinds)) scales = lower_keys<FORMAT, BEGIN, END>(scales, raw_0), taken.kinds |= WAS_LOWERED;
+  taken.scales = scales;
+  return taken;
+}
+
 template <Format FORMAT, int BEGIN, int END, Launch LAUNCH>
 FUNCTION ScalesOfTwo<FORMAT> call_lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
   return lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
@@ -231,26 +264,30 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide, const Places& 
   using R = Rows<FORMAT>;
   undo = ONE_EACH, wide = false;
   if (!__any_sync(~0u, R::outside(start.scales))) return false;
-  u32 second;
-  const u32 kinds = R::take_out(start.scales[0], undo) | R::take_out(start.scales[1], second);
-  undo |= second << 16;
-  // Where a key is wide, the others need not be lowered.
-  constexpr bool CAN = LOWERS<HEADS, LAUNCH, FOR_FEW>;
-  wide = CAN ? kinds & IS_WIDE : kinds != 0;
-  if (CAN && __reduce_or_sync(~0u, kinds) == HAS_SMALL) {
-    constexpr int LATER = R::ROPE_IS_VALUE ? 1 : 0;  // V4's first steps have RoPE among them
-    constexpr int BEGIN = FIRST > 0 ? FIRST - LATER : 0, END = ONE || FIRST > 0 ? R::LATENT / 64 : COUNT - LATER;
-    const u32 raw_0 = places.raw + opaque(slot) * Layout<HEADS, FORMAT>::RAW_SLOT;
-    ScalesOfTwo<FORMAT> scales{{start.scales[0], start.scales[1]}};
-    if constexpr (CALLS<HEADS>)
-      scales = call_lower_keys<FORMAT, BEGIN, END, LAUNCH>(scales, raw_0);
-    else
-      scales = lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
-    start.scales[0] = scales.of[0], start.scales[1] = scales.of[1];
+  constexpr int LATER = R::ROPE_IS_VALUE ? 1 : 0;  // V4's first steps have RoPE among them
+  constexpr int BEGIN = FIRST > 0 ? FIRST - LATER : 0, END = ONE || FIRST > 0 ? R::LATENT / 64 : COUNT - LATER;
+  constexpr bool CAN = LOWERS<HEADS, LAUNCH, FOR_FEW>, WHOLE = CAN && CALLS<HEADS> && CALLS_WHOLE<HEADS, LAUNCH>;
+  auto raw_0 = [&]() { return places.raw + opaque(slot) * Layout<HEADS, FORMAT>::RAW_SLOT; };
+  ScalesOfTwo<FORMAT> scales{{start.scales[0], start.scales[1]}};
+  bool lowered = false;
+  if constexpr (WHOLE) {
+    const Taken<FORMAT> taken = call_take_out_of<FORMAT, BEGIN, END, LAUNCH>(scales, raw_0());
+    scales = taken.scales, undo = taken.undo, wide = taken.kinds & IS_WIDE, lowered = taken.kinds & WAS_LOWERED;
+  } else {
+    const u32 kinds = take_out_of<FORMAT>(scales, undo);
+    wide = CAN ? kinds & IS_WIDE : kinds != 0;
+    if constexpr (CAN) {
+      lowered = lowers(kinds);
+      if (lowered) scales = CALLS<HEADS> ? call_lower_keys<FORMAT, BEGIN, END, LAUNCH>(scales, raw_0())
+                                         : lower_keys<FORMAT, BEGIN, END>(scales, raw_0());
+    }
+  }
+  start.scales[0] = scales.of[0], start.scales[1] = scales.of[1];
+  if (lowered) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
       if (chunk_of<ONE, FORMAT>(FIRST + n) != ROPE<FORMAT>)
-        load_bytes<FORMAT>(start.bytes[n], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + n));
+        load_bytes<FORMAT>(start.bytes[n], places, raw_0(), chunk_of<ONE, FORMAT>(FIRST + n));
   }
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
