@@ -146,9 +146,9 @@ struct ScalesOfTwo {
   typename Rows<FORMAT>::Scales of[2];
 };
 
-// Divides e4m3 of a lane's groups with small scales by powers of two where they lie, chunks from BEGIN to END. A function
-// lies behind all roles: in the loop it would be in the way of keys that do not need it. No other
-// thread reads them, but in a wide turn, which has its scales from `raise_scales`.
+// Divides e4m3 of a lane's groups with small scales by powers of two where they lie, chunks from BEGIN to END. No other
+// thread reads them, but in a wide turn, which has its scales from `raise_scales`. ptxas puts a function behind all
+// roles: in the loop it would be in the way of keys that do not need it.
 template <Format FORMAT, int BEGIN, int END>
 FUNCTION ScalesOfTwo<FORMAT> lower_keys(ScalesOfTwo<FORMAT> scales, u32 raw_0) {
   using R = Rows<FORMAT>;
@@ -215,7 +215,8 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide, const Places& 
   if constexpr (LOWERS)
     kinds = R::template take_out<true>(start.scales[0], undo) | R::template take_out<true>(start.scales[1], second);
   else
-    wide = R::template take_out<false>(start.scales[0], undo), wide |= R::template take_out<false>(start.scales[1], second);
+    wide = R::template take_out<false>(start.scales[0], undo),
+    wide |= R::template take_out<false>(start.scales[1], second);
   undo |= second << 16;
   // Where a key is wide, the others need not be lowered.
   if (LOWERS) wide = kinds & IS_WIDE;
@@ -223,8 +224,7 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide, const Places& 
     constexpr int LATER = R::ROPE_IS_VALUE ? 1 : 0;  // V4's first steps have RoPE among them
     constexpr int BEGIN = FIRST > 0 ? FIRST - LATER : 0, END = ONE || FIRST > 0 ? R::LATENT / 64 : COUNT - LATER;
     const u32 raw_0 = places.raw + opaque(slot) * Layout<HEADS, FORMAT>::RAW_SLOT;
-    ScalesOfTwo<FORMAT> scales{{start.scales[0], start.scales[1]}};
-    scales = lower_keys<FORMAT, BEGIN, END>(scales, raw_0);
+    const ScalesOfTwo<FORMAT> scales = lower_keys<FORMAT, BEGIN, END>({{start.scales[0], start.scales[1]}}, raw_0);
     start.scales[0] = scales.of[0], start.scales[1] = scales.of[1];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
