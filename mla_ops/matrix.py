@@ -68,14 +68,17 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
 MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "interpreter", "compiles"
 CONTRACT, REFUSED = "adapter", "refused"
 
-# The evidence of each state; a line of the matrix names a test of its own beside it.
+# What each state means, and its evidence; a lowering of an op has a test of its own besides.
 EVIDENCE = {
-    MEASURED_ON: "`tests/test_matrix.py::test_what_counts_as_measured_has_a_checked_row_in_the_results`",
-    TESTED: "the line's test by `pytest -m gpu` on an H200",
-    INTERPRETED: "the line's test, with Triton's interpreter",
-    COMPILES: "`tests/test_aot_compile.py::test_every_kernel_compiles_within_its_limits`",
-    CONTRACT: "the line's test, with a stand-in of the package",
-    REFUSED: "`tests/test_matrix.py::test_what_is_refused_is_refused_for_the_reason_of_its_cell`",
+    MEASURED_ON: "it runs on an H200, and [Benchmarks](benchmarks.md) has its times: "
+    "`tests/test_matrix.py::test_what_counts_as_measured_has_a_checked_row_in_the_results`",
+    TESTED: "its test passes on an H200, by `pytest -m gpu`",
+    INTERPRETED: "its test passes in Triton's interpreter",
+    COMPILES: "it compiles and has not run there: "
+    "`tests/test_aot_compile.py::test_every_kernel_compiles_within_its_limits`",
+    CONTRACT: "it calls a library that has not run there; its test has a stand-in for the package",
+    REFUSED: "the lowering does not take the call: "
+    "`tests/test_matrix.py::test_what_is_refused_is_refused_for_the_reason_of_its_cell`",
 }
 
 # The test of each op's results by each lowering, or of one format's: against float64, Python or the reference.
@@ -215,42 +218,18 @@ def lines() -> Iterator[Line]:
             yield Line(op, tuple(cache_formats), backend, test, dict(zip(COLUMNS, cells, strict=True)))
 
 
-def markdown() -> str:
-    """The matrix as a page, with one column for neighbours that are alike."""
-    every = list(lines())
-    alike: list[list[str]] = []
+def _table(every: list[Line], notes: list[str]) -> list[str]:
+    """Lines as a table, with one column for architectures that are alike. Reasons are added to `notes`.
+
+    Ops of the same formats, lowering and cells share a row.
+    """
+    alike: dict[tuple[Cell, ...], list[str]] = {}
     for name in COLUMNS:
-        if alike and all(line.cells[name] == line.cells[alike[-1][0]] for line in every):
-            alike[-1].append(name)
-        else:
-            alike.append([name])
-    text = [
-        "# What runs where",
-        "",
-        "`python -m mla_ops doctor --matrix` prints this page; a test holds the two equal. Calls are typical ones:",
-        "decode and prefill of DeepSeek-V3.2 and V4, 128 heads, bfloat16 queries.",
-        "",
-        "| state | what shows it |",
-        "|---|---|",
-        *(f"| {state} | {evidence} |" for state, evidence in EVIDENCE.items()),
-        "",
-        "The reference runs every op on the CPU. An AMD GPU gets no CUDA C++ and no adapter, whatever capability it",
-        "reports; Triton's kernels compile for gfx942, sparse attention for gfx950, too",
-        "(`tests/test_aot_amd.py`), and have not run there.",
-        "A number alone: refused. A number behind a state: dispatch does not choose it, unless `dispatch.override` or",
-        "`MLA_OPS_LOWERING` names it. The reasons are below.",
-        "",
-        "FlashInfer's dense decode for SM100 (trtllm-gen) is no lowering: it makes NaN of what is not finite behind a",
-        "request's length (vLLM's pull request 37442).",
-        "",
-        f"| op | cache formats | lowering | {' | '.join(', '.join(names) for names in alike)} | test, in `tests/` |",
-        "|---" * (len(alike) + 4) + "|",
-    ]
-    notes: list[str] = []
-    rows: dict[tuple[str, ...], list[Line]] = {}  # by formats, lowering and cells: ops that are alike share a row
+        alike.setdefault(tuple(line.cells[name] for line in every), []).append(name)
+    rows: dict[tuple[str, ...], list[str]] = {}
     for line in every:
         words = []
-        for found in (line.cells[names[0]] for names in alike):
+        for found in (line.cells[names[0]] for names in alike.values()):
             word = found.state
             if found.reason:
                 if found.reason not in notes:
@@ -258,11 +237,65 @@ def markdown() -> str:
                 number = notes.index(found.reason) + 1
                 word = f"({number})" if found.state == REFUSED else f"{word} ({number})"
             words.append(word)
-        rows.setdefault((", ".join(line.cache_formats), line.backend, *words), []).append(line)
-    for row, of_row in rows.items():
-        ops, tests = (
-            dict.fromkeys(each) for each in zip(*((line.op, f"`{line.test}`") for line in of_row), strict=True)
-        )
-        text.append(f"| {' | '.join((', '.join(ops), *row, ', '.join(tests)))} |")
-    text += ["", "Refused, or not chosen, because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+        rows.setdefault((", ".join(line.cache_formats), line.backend, *words), []).append(line.op)
+    return [
+        f"| op | cache formats | lowering | {' | '.join(', '.join(names) for names in alike.values())} |",
+        "|---" * (len(alike) + 3) + "|",
+        *(f"| {' | '.join((', '.join(dict.fromkeys(ops)), *row))} |" for row, ops in rows.items()),
+    ]
+
+
+def _refusals(refused: list[Line], every: list[Line]) -> list[str]:
+    """Formats that a lowering takes nowhere, and why: by its cells where it takes other formats of the op."""
+    ops: dict[tuple[str, str, str], list[str]] = {}
+    for line in refused:
+        others = [other for other in every if (other.op, other.backend) == (line.op, line.backend)]
+        names = [name for name in COLUMNS if any(other.cells[name].state != REFUSED for other in others)]
+        reasons = dict.fromkeys(line.cells[name].reason for name in names)
+        ops.setdefault((line.backend, ", ".join(line.cache_formats), "; ".join(reasons)), []).append(line.op)
+    return [f"- {backend}, {', '.join(of)} over {formats}: {why}" for (backend, formats, why), of in ops.items()]
+
+
+def markdown() -> str:
+    """The matrix as a page."""
+    every = [line for line in lines() if any(found.state != REFUSED for found in line.cells.values())]
+    refused = [line for line in lines() if all(found.state == REFUSED for found in line.cells.values())]
+    notes: list[str] = []
+    text = [
+        "# What runs where",
+        "",
+        "Which lowering of an op runs on which GPU, over which cache format. On the CPU the PyTorch reference runs",
+        "every op, on Hopper CUDA C++ and Triton do, on other GPUs Triton does.",
+        "`python -m mla_ops doctor` says it for your machine.",
+        "",
+        "| state | meaning, and what shows it |",
+        "|---|---|",
+        *(f"| {state} | {evidence} |" for state, evidence in EVIDENCE.items()),
+        "",
+        "A number alone is a refusal, a number behind a state a lowering that runs only where",
+        "[asked for](ops/dispatch.md); the reasons are below. Calls are typical ones: decode and prefill of",
+        "DeepSeek-V3.2 and V4, 128 heads, bfloat16 queries. `.extra` is the op with two caches, `.flat` over flat",
+        "keys, `.stacked` of any number of parts. `TESTS` in `mla_ops/matrix.py` names the test of each lowering;",
+        "`python -m mla_ops doctor --matrix` prints this page.",
+        "",
+        *_table([line for line in every if line.backend not in ADAPTERS], notes),
+        "",
+        "AMD GPUs are not supported. Triton's kernels compile for gfx942, those of sparse attention for gfx950, too",
+        "(`tests/test_aot_amd.py`), and have not run there.",
+        "",
+        "## Adapters to installed libraries",
+        "",
+        *_table([line for line in every if line.backend in ADAPTERS], notes),
+        "",
+        "FlashInfer's dense decode for SM100 (trtllm-gen) is no lowering: it makes NaN of what is not finite behind a",
+        "request's length (vLLM's pull request 37442).",
+        "",
+        "## Reasons",
+        "",
+        *(f"{number}. {note}" for number, note in enumerate(notes, 1)),
+        "",
+        "A lowering has no row for a format that it refuses on every GPU:",
+        "",
+        *_refusals(refused, every),
+    ]
     return "\n".join(text) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def test_the_page_is_what_doctor_prints(capsys: pytest.CaptureFixture[str]) -> N
     """`python -m mla_ops doctor --matrix > docs/matrix.md` writes it."""
     assert main(["doctor", "--matrix"]) == 0
     assert capsys.readouterr().out == (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
+
+
+def test_every_lowering_has_a_row_or_a_refusal() -> None:
+    page = matrix.markdown().splitlines()
+    for line in matrix.lines():
+        formats = ", ".join(line.cache_formats)
+        row, refusal = f" | {formats} | {line.backend} | ", f" over {formats}: "
+        found = [text for text in page if row in text or (refusal in text and text.startswith(f"- {line.backend}, "))]
+        assert [text for text in found if re.search(rf"(^\| |, ){re.escape(line.op)}(,| )", text)], line
 
 
 def test_what_counts_as_measured_has_a_checked_row_in_the_results() -> None:

@@ -95,9 +95,11 @@ class StepMetadata(Buffers):
         """Refreshes every buffer in place: device work only, no allocation, no synchronisation; may be captured.
 
         Args:
-            query_start_loc: `[num_requests + 1]` int32, ascending. More tokens than the capacity are cut off there.
+            query_start_loc: `[num_requests + 1]` int32, ascending; request r owns tokens `query_start_loc[r]` up to
+                `query_start_loc[r + 1]`, which may be none. More tokens than the capacity are cut off there.
             seq_lens: `[num_requests]` int32, with the new tokens.
-            block_table: `[num_requests, max_blocks]` int32, at most as wide as the buffer.
+            block_table: `[num_requests, max_blocks]` int32, at most as wide as the buffer; entries past a request's end
+                may be anything.
         """
         build_step_metadata(
             query_start_loc,

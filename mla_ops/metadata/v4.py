@@ -99,9 +99,9 @@ class CompressedMetadata(Buffers):
 class V4StepMetadata(Buffers):
     """Buffers that every layer of a DeepSeek V4 step reads. Allocate once, `build()` before each step.
 
-    A captured graph freezes addresses and capacities, and rows of padding are no-ops, as with `StepMetadata`. Each
-    index buffer depends on the step only, so it is written once a step for all layers of a type. Attention translates
-    the choice of a C4A layer's indexer by `c4a.block_table`.
+    A captured graph freezes addresses and capacities, and rows of padding are no-ops, as with `StepMetadata`. All
+    layers of a type share the index buffers. Attention translates the choice of a C4A layer's indexer by
+    `c4a.block_table`.
 
     Without the caches' numbers of blocks, an entry of a block table past its cache counts in the lengths, although
     attention reads nothing there; with them it is left out.
@@ -231,8 +231,7 @@ class V4StepMetadata(Buffers):
         """Refreshes every buffer in place by five launches: no allocation, no synchronisation; may be captured.
 
         Args:
-            query_start_loc: `[num_requests + 1]` int32, ascending. More tokens than the capacity are cut off there.
-            seq_lens: `[num_requests]` int32, with the new tokens.
+            query_start_loc, seq_lens: as `StepMetadata.build` takes them.
             block_table: `[num_requests, max_blocks]` int32 of the sliding-window cache.
             c4a_block_table, c128a_block_table: the same of each compressed cache, each of its own width.
         """

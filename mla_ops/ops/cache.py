@@ -17,8 +17,9 @@ def concat_and_cache(
     """Writes the latent and the RoPE key of each token to its slot, quantising as the format says.
 
     Args:
-        kv_c: latents, `[num_tokens, 512]` bfloat16, float16 or float32; `[num_tokens, 448]` for `fp8_ds_mla_v4`. (For a
-            plain format, the first part of the row, whatever its width.)
+        kv_c: latents, `[num_tokens, 512]`; `[num_tokens, 448]` for `fp8_ds_mla_v4`. (For a plain format, the first part
+            of the row, whatever its width.) A `bf16` or `fp16` cache takes its own dtype or float32, the other
+            formats bfloat16, float16 or float32.
         k_pe: RoPE keys after rotation, `[num_tokens, 64]`, dtype of `kv_c`. May be 0 wide where the rows are 512 wide.
         kv_cache: `[num_blocks, block_size, row_width]` of the format's dtype, written in place; for `fp8_ds_mla_v4`
             `[num_blocks, block_bytes]`, or the view `[num_blocks, block_size, 584]` of it. `stride(0)` is free in
@@ -26,11 +27,7 @@ def concat_and_cache(
         slot_mapping: `[num_slots]` int64, `block * block_size + offset` of each token. A negative slot is padding and
             one past the cache is ignored: nothing is written. Rows `i < min(num_slots, num_tokens)` are written; if
             two of them name one slot, which one stays is undefined.
-        cache_format: `bf16`, `fp16`, `fp32`, `fp8_ds_mla` or `fp8_ds_mla_v4` (docs/formats.md).
-
-    `fp8_ds_mla` gives each 128 latent dims the scale `2**ceil(log2(max(amax / 448, 1e-4)))` over their finite values,
-    `fp8_ds_mla_v4` each 64 of them `2**ceil(log2(max(amax, 1e-4) / 448))`; NaN and infinities become NaN where they
-    stand and touch nothing else. The bytes are the same under every lowering.
+        cache_format: `bf16`, `fp16`, `fp32`, `fp8_ds_mla` or `fp8_ds_mla_v4`; docs/formats.md has their bytes.
 
     Raises:
         TypeError, ValueError: a dtype, device, shape or stride that the contract does not allow; nothing is written.

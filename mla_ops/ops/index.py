@@ -21,8 +21,7 @@ def convert_req_index_to_global_index(
 ) -> Contract:
     """Translates request-local token indices into slots of the paged cache.
 
-    `paged_sparse_attention` does this inside its kernel when it is given `block_table`; this op is for other readers,
-    and for layers that share one selection.
+    For readers other than `paged_sparse_attention`, which does this itself if it is given `block_table`.
 
     Args:
         req_id_per_token: `[num_tokens]` int32. A token whose id is outside `[0, num_requests)` is padding: its whole
@@ -111,8 +110,6 @@ def sliding_window_indices(
 ) -> Contract:
     """Slots of each token's sliding window: itself and the tokens before it, oldest first.
 
-    The same for every layer of a step: `mla_ops.V4StepMetadata` computes it once.
-
     Args:
         positions: `[num_tokens]` int32, position of each token in its request. Negative is padding.
         req_id_per_token: `[num_tokens]` int32. An id outside `[0, num_requests)` is padding: row -1, length 0.
@@ -150,8 +147,7 @@ def compressed_indices(
 ) -> Contract:
     """Slots of every compressed token that each token may see, as layers read them that choose none (C128A).
 
-    A compressed token stands for `compress_ratio` tokens and is seen from the last of them on. The same for every layer
-    of a step: `mla_ops.V4StepMetadata` computes it once.
+    A compressed token stands for `compress_ratio` tokens and is seen from the last of them on.
 
     Args:
         positions, req_id_per_token: as `sliding_window_indices` takes them.
@@ -186,7 +182,7 @@ def compute_global_topk_indices_and_lens(
     """Slots of the compressed tokens that an indexer chose (C4A), and how many there are.
 
     This is `convert_req_index_to_global_index(..., compact=True)` under the name and argument order that engines know;
-    it runs the same kernel. Layers that share one selection share the result.
+    it runs the same kernel.
 
     Args:
         topk_indices: `[num_tokens, topk]` int32, compressed tokens of the token's request, in any order. Negative, or

@@ -61,17 +61,12 @@ def write_index_cache(
     """Writes the index key of each token to its slot, quantising as the format says.
 
     Args:
-        k: index keys after norm and rotation, `[num_tokens, 128]` bfloat16, float16 or float32.
+        k: index keys after norm and rotation, `[num_tokens, 128]`, of a dtype that `concat_and_cache` takes.
         index_cache: written in place. `fp8_index`: uint8, `[num_blocks, block_size, 132]` or `[num_blocks,
             block_bytes]`, blocks planar, `stride(0)` a multiple of 16 bytes. Plain formats: `[num_blocks, block_size,
             128]` of the format's dtype.
-        slot_mapping: `[num_slots]` int64, `block * block_size + offset` of each token. A negative slot is padding and
-            one past the cache is ignored: nothing is written. Rows `i < min(num_slots, num_tokens)` are written; if
-            two of them name one slot, which one stays is undefined.
-        cache_format: `fp8_index`, `bf16`, `fp16` or `fp32`.
-
-    `fp8_index` gives a key the scale `2**ceil(log2(max(amax, 1e-4) / 448))` over its finite values; NaN and infinities
-    become NaN where they stand. The bytes are the same under every lowering.
+        slot_mapping: `[num_slots]` int64, as `concat_and_cache` takes it.
+        cache_format: `fp8_index`, `bf16`, `fp16` or `fp32`; docs/formats.md has their bytes.
 
     Raises:
         TypeError, ValueError: a dtype, device, shape or stride that the contract does not allow; nothing is written.

@@ -39,10 +39,7 @@ def build_step_metadata(
     `mla_ops.StepMetadata` owns such buffers and calls this. Rows behind the step's tokens are no-ops for every op.
 
     Args:
-        query_start_loc: `[num_requests + 1]` int32, ascending; request r owns tokens `query_start_loc[r]` up to
-            `query_start_loc[r + 1]`. Two equal neighbours are a request without tokens in this step.
-        seq_lens: `[num_requests]` int32, tokens of each request with the new ones; they are its last.
-        block_table: `[num_requests, max_blocks]` int32; entries past a request's end may be anything.
+        query_start_loc, seq_lens, block_table: as `StepMetadata.build` takes them.
         query_start_loc_buffer, seq_lens_buffer, block_table_buffer: written: as given, then padding.
         req_id_per_token, positions, slot_mapping, key_lens, topk_length: written. Shapes, dtypes and padding of all
             buffers are those of `StepMetadata`.
@@ -107,10 +104,9 @@ def build_compressed_metadata(
     `mla_ops.CompressedMetadata` owns such buffers and calls this, after `build_step_metadata` has placed the tokens.
 
     Args:
-        positions: `[max_num_tokens]` int32, position of each token in its request. Negative is padding.
-        req_id_per_token: `[max_num_tokens]` int32; outside `[0, num_requests)` is padding.
-        block_table: `[num_requests, max_blocks]` int32, of the compressed cache; entries past a request's end may be
-            anything.
+        positions, req_id_per_token: of `StepMetadata`. A negative position, or an id outside `[0, num_requests)`, is
+            padding.
+        block_table: `[num_requests, max_blocks]` int32, of the compressed cache.
         block_table_buffer, slot_mapping, compressed_lens: written; shapes, dtypes and padding are those of
             `CompressedMetadata`. `compressed_lens` is `(position + 1) // compress_ratio`.
         compress_ratio: tokens a compressed token stands for.
