@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,56 @@ class Request(NamedTuple):
     temperature: float
     top_p: float
     seed: int
+
+
+class RequestQueue:
+    """Requests in the order of submission, and the numbers of those that were cancelled. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[Request] = deque()
+        self._cancelled: set[int] = set()
+        self._submitted = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Queues a request under the next number, which it returns."""
+        with self._lock:
+            number = self._submitted
+            self._submitted += 1
+            self._waiting.append(request._replace(number=number))
+        return number
+
+    def next(self, room: int) -> Request | None:
+        """Takes the first request out if it fits in `room` tokens of cache; None if it does not, or there is none."""
+        with self._lock:
+            if not self._waiting or len(self._waiting[0].prompt) + self._waiting[0].max_new_tokens > room:
+                return None
+            return self._waiting.popleft()
+
+    def cancel(self, number: int) -> None:
+        """Takes a request out, and keeps its number for `take_cancelled`.
+
+        Raises:
+            ValueError: there was no such request.
+        """
+        with self._lock:
+            if number >= self._submitted:
+                raise ValueError(f"cancel: no request has number {number}, {self._submitted} were submitted")
+            self._waiting = deque(request for request in self._waiting if request.number != number)
+            self._cancelled.add(number)
+
+    def take_cancelled(self) -> set[int]:
+        """The numbers that were cancelled since the last look."""
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+        return cancelled
+
+    def clear(self) -> None:
+        with self._lock:
+            self._waiting.clear()
 
 
 class Limits(NamedTuple):
