@@ -9,11 +9,13 @@ import torch
 from ..formats import LATENT_DIM, ROPE_DIM, get_format
 from ..metadata import StepMetadata
 from ..ops import ContextChunks, chunked_prefill_attention, plan_context_chunks
+from ..pytrees import exportable
 
 # tokens of cached context that are expanded at a time: 128 heads of DeepSeek-V3 take 40 KB in bfloat16 each
 CONTEXT_ROWS = 4096
 
 
+@exportable
 class DensePrefill(NamedTuple):
     """Inputs of a step that attends to expanded keys.
 

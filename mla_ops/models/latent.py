@@ -21,6 +21,7 @@ from torch import nn
 from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, index_format_of
 from ..metadata import StepMetadata
 from ..ops import choose_prefill, concat_and_cache, paged_attention, paged_sparse_attention, write_index_cache
+from ..pytrees import exportable
 from .dense_prefill import DensePrefill, attend_expanded
 from .parallel import Ranks
 from .parts import Rope, choose_keys, prepare_index_query
@@ -47,6 +48,7 @@ class LatentLayer(NamedTuple):
     kv_source: int
 
 
+@exportable
 class LayerCache(NamedTuple):
     """The state of one layer: whole tensors, never views of a pool; what a layer does not have is None.
 
@@ -75,6 +77,7 @@ class DecoderCache:
         return self.layers[0][0].shape[0]
 
 
+@exportable
 class StepInputs(NamedTuple):
     """Inputs of one step besides weights and caches. The first five have a row for each token.
 
