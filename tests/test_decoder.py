@@ -430,6 +430,47 @@ def test_a_kimi_k2_checkpoint_runs_as_the_deepseek_v3_that_loads_it(tmp_path):
     assert_float32_equal(teacher_forced_logits(decoder_for(model, 40), text, "fp32"), stock_logits(model, text), 14)
 
 
+HOOKED = {
+    "DeepSeek-V3": ("", "model", "model.layers.1", "model.layers.1.self_attn.kv_b_proj", "model.layers.1.mlp.experts"),
+    "DeepSeek-V3.2": ("model.layers.0.self_attn", "model.layers.0.self_attn.indexer", "model.layers.3.mlp"),
+    "DeepSeek-V4": ("model.layers.2.self_attn.compressor.kv_norm", "model.layers.0"),
+    "Kimi K2.5": ("model", "model.language_model", "model.language_model.layers.0"),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["a hook behind pre-hooks", "a pre-hook"])
+@pytest.mark.parametrize("name", [name for name in HOOKED if name in SMALL_MODELS])
+def test_a_hook_that_nobody_would_call_is_refused(name, before):
+    """As of those who steer activations; transformers' own, which collect hidden states, are left as they are."""
+    model = SMALL_MODELS[name]()
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    decoder = decoder_for(model, 40)
+    plain = teacher_forced_logits(decoder, BOOK[:9], "fp32", block_size=128)
+    for place in HOOKED[name]:
+        module = model.get_submodule(place)
+        register = module.register_forward_pre_hook if before else module.register_forward_hook
+        handle = register(lambda *arguments: None)
+        for make in (lambda: decoder_for(model, 40), lambda: decoder.allocate_cache("fp32", 4, 128)):
+            with pytest.raises(
+                ValueError, match=r"^decoder_for: .* has a forward hook, .*lambda.*, which would not be"
+            ):
+                make()
+        handle.remove()
+    assert torch.equal(teacher_forced_logits(decoder, BOOK[:9], "fp32", block_size=128), plain)
+
+
+def test_hooks_of_what_is_called_are_called():
+    model = SMALL_MODELS["DeepSeek-V3.2"]()
+    seen = set()
+    for place in ("input_layernorm", "self_attn.q_a_proj", "self_attn.o_proj", "mlp.gate", "mlp.shared_experts"):
+        model.model.layers[3].get_submodule(place).register_forward_hook(
+            lambda *arguments, place=place: seen.add(place)
+        )
+    teacher_forced_logits(decoder_for(model, 40), BOOK[:9], "fp32")
+    assert len(seen) == 5
+
+
 @pytest.mark.parametrize("whose", ["decoder's", "model's"])
 def test_weights_that_change_after_their_decoder_was_made_are_refused(whose):
     """Angles are in float32 beside them, and follow neither the weights nor where they go."""

@@ -17,7 +17,7 @@ from .experts import feed_forward
 from .latent import LatentAttention
 from .parallel import Ranks, shard_weights
 from .streams import HyperStreams, Residual
-from .supported import dtype_and_device, read_model
+from .supported import check_hooks, dtype_and_device, read_model
 from .windowed import WindowedAttention
 
 
@@ -39,8 +39,9 @@ def decoder_for(
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
         ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
-            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts; heads or widths
-            that do not divide over the ranks, or a model type that does not run over ranks.
+            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts; forward hooks
+            where nobody would call them; heads or widths that do not divide over the ranks, or a model type that does
+            not run over ranks.
     """
     return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave))
 
@@ -106,8 +107,10 @@ class Decoder(nn.Module):
             `DecoderCache`, or `WindowedCache` for DeepSeek-V4.
 
         Raises:
-            ValueError: a format or size that the model does not take, weights converted or moved since `decoder_for`.
+            ValueError: a format or size that the model does not take, weights converted or moved since `decoder_for`,
+                forward hooks where nobody would call them.
         """
+        check_hooks(self.model, self.backbone)
         found = dtype_and_device(self.backbone)
         if found != (self.dtype, self.device):
             raise ValueError(
