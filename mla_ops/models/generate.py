@@ -526,7 +526,7 @@ class GenerationSession:
             ValueError: as `submit` raises it; or other requests are running, or have tokens that `stream` did not give.
         """
         check_sizes("generate", 1, steps_per_check=steps_per_check)
-        (seed,) = check_sizes("generate", -(2**63), most=2**64 - 1, seed=seed)
+        (seed,) = check_sizes("generate", -(2**63), most=2**63 - 1, seed=seed)
         pairs = check_prompts(prompts, max_new_tokens)
         requests = [
             check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i, self.limits)

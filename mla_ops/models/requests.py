@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import threading
 from collections import deque
@@ -112,6 +111,25 @@ def check_prompts(prompts: Any, max_new_tokens: Any) -> list[tuple[Any, Any]]:
     return list(zip(prompts, max_new_tokens, strict=True))
 
 
+def check_tokens(name: str, token_ids: Any, vocabulary: int) -> list[int]:
+    """A sequence of token ids as a list.
+
+    Raises:
+        TypeError: no sequence of ints.
+        ValueError: an id is out of the vocabulary.
+    """
+    _check_sequence(name, token_ids, "token ids")
+    tokens = []
+    for given in token_ids:
+        token = as_int(given)
+        if token is None:
+            raise TypeError(f"{name} must be a list of token ids, ints, got {type(given).__name__} in it")
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"{name} has token id {token}, the vocabulary has {vocabulary}")
+        tokens.append(token)
+    return tokens
+
+
 def check_request(
     name: str, prompt: Any, max_new_tokens: Any, temperature: Any, top_p: Any, seed: Any, limits: Limits
 ) -> Request:
@@ -126,15 +144,7 @@ def check_request(
         TypeError: an argument is of another type.
         ValueError: the session cannot run it.
     """
-    _check_sequence(name, prompt, "token ids")
-    tokens = []
-    for given in prompt:
-        token = as_int(given)
-        if token is None:
-            raise TypeError(f"{name} must be a list of token ids, ints, got {type(given).__name__} in it")
-        if not 0 <= token < limits.vocabulary:
-            raise ValueError(f"{name} has token id {token}, the vocabulary has {limits.vocabulary}")
-        tokens.append(token)
+    tokens = check_tokens(name, prompt, limits.vocabulary)
     limit = as_int(max_new_tokens)
     if limit is None:
         raise TypeError(f"max_new_tokens of {name} must be an int, got {type(max_new_tokens).__name__}")
@@ -148,9 +158,10 @@ def check_request(
     for argument, value in (("temperature", temperature), ("top_p", top_p)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+    if not 0 <= temperature <= torch.finfo(torch.float32).max or not 0 < top_p <= 1:
         raise ValueError(
-            f"temperature must be at least 0 and finite and top_p above 0 and at most 1, got {temperature} and {top_p}"
+            f"temperature must be at least 0 and finite in float32 and top_p above 0 and at most 1, got {temperature} "
+            f"and {top_p}"
         )
     if temperature > 0 and not limits.sampling:
         raise ValueError(f"temperature {temperature} needs GenerationSession(..., sampling=True)")
@@ -158,7 +169,7 @@ def check_request(
     if number is None:
         raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"seed must fit in 64 bits, got {number}")
+        raise ValueError(f"seed of {name} must be a 64-bit integer with a sign, got {number}")
     return Request(-1, tokens, limit, float(temperature), float(top_p), number)
 
 
