@@ -351,6 +351,17 @@ def test_a_session_made_in_inference_mode_runs_outside_and_the_other_way_round(d
     assert inside.generate(PROMPTS[:2], 5).tokens == expected
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_any_number_of_compiled_sessions_may_be_made(decoder):
+    """Dynamo allows 8 graphs of a function by default, here 2: what one session of this model has."""
+    torch._dynamo.reset()
+    expected = make_session(decoder).generate(PROMPTS, 4).tokens
+    for rows in (1, 2, 3):
+        session = make_session(decoder, max_num_requests=rows, compiled=True, backend="eager")
+        assert session.generate(PROMPTS, 4).tokens == expected
+    assert torch._dynamo.config.recompile_limit == 2
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager ops", "compiled"])
 def test_autocast_changes_nothing(decoder, compiled):
     """The model runs in its own dtype, which its caches have."""

@@ -19,6 +19,7 @@ to copy from.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import threading
@@ -36,6 +37,9 @@ from ..warm_up import warmup
 from .decoder import Decoder
 from .requests import Limits, RequestQueue, check_end_tokens, check_prompts, check_request, end_tokens
 from .sampling import choose_tokens
+
+# of the models of all sessions; Dynamo's own limit of all functions together
+MAX_GRAPHS = 256
 
 
 @dataclass
@@ -205,8 +209,12 @@ class GenerationSession:
     def _run_model(self, inputs: Any, logit_rows: torch.Tensor | None, host_reads: bool) -> torch.Tensor:
         cache = self.cache
         # the caches are in the model's dtype, which autocast would change
-        with torch.autocast(self.decoder.device.type, enabled=False):
+        with torch.autocast(self.decoder.device.type, enabled=False), self._graphs_allowed():
             return self.model(inputs, cache.layers, cache.cache_format, cache.index_format, logit_rows, host_reads)
+
+    def _graphs_allowed(self) -> contextlib.AbstractContextManager[Any]:
+        """Dynamo counts the graphs of all sessions of a process together, each has two or three, and allows eight."""
+        return torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS) if self.compiled else contextlib.nullcontext()
 
     @torch.no_grad()
     def prefill_chunk(self, row: int, token_ids: Sequence[int], start: int) -> torch.Tensor:
