@@ -22,7 +22,13 @@ from .windowed import WindowedAttention
 
 
 def decoder_for(
-    model: Any, max_model_len: int, *, tp_mesh: Any = None, dcp_mesh: Any = None, interleave: int = 1
+    model: Any,
+    max_model_len: int,
+    *,
+    tp_mesh: Any = None,
+    dcp_mesh: Any = None,
+    interleave: int = 1,
+    deterministic: bool = False,
 ) -> Decoder:
     """The decoder that runs a transformers model's weights through `torch.ops.mla.*`.
 
@@ -35,6 +41,9 @@ def decoder_for(
         dcp_mesh: one-dimensional DeviceMesh of the ranks that have a part of every context each; with `tp_mesh`, the
             same ranks. Prefill runs in the absorbed form.
         interleave: neighbouring tokens of a context on one rank of `dcp_mesh`.
+        deterministic: attention gives a token the same bits whatever else is in the step, as the ops' own argument
+            says. A `GenerationSession` then gives a request the same bits whatever runs beside it: the other parts of
+            its steps have one shape.
 
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
@@ -43,7 +52,7 @@ def decoder_for(
             where nobody would call them; heads or widths that do not divide over the ranks, or a model type that does
             not run over ranks.
     """
-    return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave))
+    return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave), deterministic)
 
 
 class Decoder(nn.Module):
@@ -59,11 +68,14 @@ class Decoder(nn.Module):
         ranks: who shares its weights and caches.
         index_topk: keys that its indexer chooses; `max_model_len` without one.
         index_heads: heads of its indexer; 0 without one.
+        deterministic: as given.
         dtype, device: of its embedding.
     """
 
-    def __init__(self, model: Any, max_model_len: int, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: Any, max_model_len: int, ranks: Ranks | None = None, deterministic: bool = False) -> None:
         super().__init__()
+        if not isinstance(deterministic, bool):
+            raise TypeError(f"decoder_for: deterministic must be a bool, got {type(deterministic).__name__}")
         (max_model_len,) = check_sizes("decoder_for", 1, max_model_len=max_model_len)
         text = read_model(model, max_model_len)
         self.ranks = ranks = Ranks() if ranks is None else ranks
@@ -86,6 +98,7 @@ class Decoder(nn.Module):
         else:
             parts = text.model_type.layers(text.config)
             self.attention = LatentAttention(text.backbone, text.config, parts, max_model_len, ranks)
+        self.deterministic = self.attention.deterministic = deterministic
         streams = getattr(text.config, "hc_mult", None)
         self.residual = Residual() if streams is None else HyperStreams(int(streams))
         self.num_heads: int = self.attention.query_heads

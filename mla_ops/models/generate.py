@@ -349,6 +349,7 @@ class GenerationSession:
             "device": decoder.device,
             "prefill_head_dims": _prefill_head_dims(decoder.config),
             "index_heads": decoder.index_heads,
+            "deterministic": decoder.deterministic,
             "q_halves": decoder.head_dim > LATENT_DIM,
         }
 

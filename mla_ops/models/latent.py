@@ -179,6 +179,7 @@ class LatentAttention(nn.Module):
     sin: torch.Tensor
     head_dim = LATENT_DIM + ROPE_DIM
     quantized_format = "fp8_ds_mla"
+    deterministic = False
 
     def __init__(self, backbone: Any, config: Any, parts: list[LatentLayer], max_model_len: int, ranks: Ranks) -> None:
         super().__init__()
@@ -340,6 +341,7 @@ class LatentAttention(nn.Module):
                 attention.scaling,
                 step.cache_format,
                 q_rope=q_rope,
+                deterministic=self.deterministic,
             )
         else:
             if part.indexer == OWN:
@@ -359,6 +361,7 @@ class LatentAttention(nn.Module):
                 attn_sink=sink if whole else None,
                 block_table=inputs.block_table if whole else None,
                 req_id_per_token=inputs.req_id_per_token if whole else None,
+                deterministic=self.deterministic,
             )
         if step.context is not None:
             merge = step.context.merge if self.ranks.tp_mesh is None else step.context.merge_heads

@@ -175,6 +175,7 @@ class WindowedAttention(nn.Module):
     head_dim = HEAD_DIM
     with_sink = True
     quantized_format = "fp8_ds_mla_v4"
+    deterministic = False
 
     def __init__(self, backbone: Any, config: Any, max_model_len: int) -> None:
         super().__init__()
@@ -332,6 +333,7 @@ class WindowedAttention(nn.Module):
             cache_format,
             topk_length=inputs.window_lens,
             attn_sink=attention.sinks.float(),
+            deterministic=self.deterministic,
             **extra,
         )
         out = angles.rotate(out, back=True)
