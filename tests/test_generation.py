@@ -14,7 +14,7 @@ if not hasattr(transformers, "DeepseekV3ForCausalLM"):
 
 import mla_ops
 from mla_ops.demo.model import TEXT, build_small_model, build_small_v4_model
-from mla_ops.models import GenerationSession, decoder_for
+from mla_ops.models import GenerationSession, decoder_for, teacher_forced_logits
 from mla_ops.models.sampling import choose_tokens, gumbel_noise
 from mla_ops.testing.checks import record_calls
 
@@ -362,13 +362,29 @@ def test_any_number_of_compiled_sessions_may_be_made(decoder):
     assert torch._dynamo.config.recompile_limit == 2
 
 
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager ops", "compiled"])
+def test_a_default_device_changes_nothing(decoder, compiled, default):
+    """Many programs set "cuda"; Dynamo then traces methods of tensors through a mode, and not all of them."""
+    torch._dynamo.reset()
+    expected = make_session(decoder).generate(PROMPTS, 4).tokens
+    torch.set_default_device(default)
+    try:
+        session = make_session(decoder, compiled=compiled, backend="eager")
+        assert session.generate(PROMPTS, 4).tokens == expected
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager ops", "compiled"])
 def test_autocast_changes_nothing(decoder, compiled):
     """The model runs in its own dtype, which its caches have."""
     expected = make_session(decoder).generate(PROMPTS[:2], 5).tokens
     session = make_session(decoder, compiled=compiled, backend="eager")
+    logits = teacher_forced_logits(decoder, PROMPTS[1], "fp32")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert session.generate(PROMPTS[:2], 5).tokens == expected
+        assert torch.equal(teacher_forced_logits(decoder, PROMPTS[1], "fp32"), logits)
 
 
 BAD_SESSIONS = {

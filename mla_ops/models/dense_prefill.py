@@ -67,7 +67,7 @@ def attend_expanded(
     num_heads, nope_dim = q.shape[1], attention.qk_nope_head_dim
 
     def expand(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        both = attention.kv_b_proj(latent.to(q.dtype)).unflatten(-1, (num_heads, -1))
+        both = torch.unflatten(attention.kv_b_proj(latent.to(q.dtype)), -1, (num_heads, -1))
         k_nope, v = both.split((nope_dim, attention.v_head_dim), dim=-1)
         return torch.cat((k_nope, rope.to(q.dtype).unsqueeze(1).expand(-1, num_heads, -1)), dim=-1), v
 

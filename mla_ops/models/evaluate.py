@@ -115,7 +115,8 @@ def teacher_forced_logits(
         decoder.build_step(metadata, int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
         bound = None if part.shape[0] == 1 else decoder.dense_context(start, part.shape[0])
         inputs = decoder.step_inputs(part, metadata, int32(0).unsqueeze(0), bound)
-        logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, host_reads=True))
+        with torch.autocast(device.type, enabled=False):  # it would change dtypes, which the caches fix
+            logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, host_reads=True))
         start = end
     return torch.cat(logits)
 

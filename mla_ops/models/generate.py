@@ -244,9 +244,8 @@ class GenerationSession:
         count = math.ceil(num_tokens / self.cache.block_size)
         blocks, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         self.slots[row].blocks = blocks
-        table = torch.full((self.max_blocks_per_request,), -1, dtype=torch.int32)
-        table[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        self.block_table[row] = table.to(self.block_table.device)
+        table = blocks + [-1] * (self.max_blocks_per_request - len(blocks))
+        self.block_table[row] = torch.tensor(table, dtype=torch.int32, device=self.block_table.device)
 
     def release(self, row: int) -> None:
         """Returns a row's blocks. They go to the end of the queue."""

@@ -377,7 +377,7 @@ class LatentAttention(nn.Module):
             q = attention.q_b_proj(residual)
         else:
             q = attention.q_proj(hidden)
-        return residual, q.unflatten(-1, (self.num_heads, -1))
+        return residual, torch.unflatten(q, -1, (self.num_heads, -1))
 
     def _keys(
         self, attention: Any, hidden: torch.Tensor, part: LatentLayer, step: LatentStep
