@@ -352,6 +352,23 @@ class Adapted(torch.nn.Module):
         return self.base_layer.weight
 
 
+class Packed(torch.Tensor):
+    """A kind of tensor as torchao's quantized weights are one, with the dtype of what it stands for."""
+
+
+def _with_a_packed_weight():
+    model = _glm()
+    projection = model.model.layers[0].self_attn.kv_b_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().as_subclass(Packed))
+    return model
+
+
+def _peft_model():
+    wrapper = type("PeftModel", (torch.nn.Module,), {"__module__": "peft.peft_model"})()
+    wrapper.config, wrapper.lm_head = _glm().config, None
+    return wrapper
+
+
 def _with_an_adapter(owner, name):
     model = _glm(num_layers=2)  # the first has no experts
     module = model.model.layers[-1].get_submodule(owner)
@@ -365,6 +382,8 @@ REFUSED = {
         ValueError,
         "kv_b_proj has an adapter, Adapted, which would be left out",
     ),
+    "a packed weight": (_with_a_packed_weight, ValueError, "kv_b_proj.weight must be a plain tensor, .* got Packed: "),
+    "a wrapper of adapters": (_peft_model, TypeError, r"got peft.peft_model.PeftModel: pass its get_base_model\(\)"),
     "an adapter of experts": (lambda: _with_an_adapter("mlp", "experts"), ValueError, "mlp.experts has an adapter"),
     "a path": (lambda: "zai-org/GLM-5", TypeError, "got the path 'zai-org/GLM-5': load it first, .*from_pretrained"),
     "a module": (lambda: torch.nn.Linear(1, 1), TypeError, "must be a loaded transformers model, got Linear"),
@@ -426,6 +445,19 @@ def test_a_kimi_k2_checkpoint_runs_as_the_deepseek_v3_that_loads_it(tmp_path):
     config.write_text(config.read_text().replace('"deepseek_v3"', '"kimi_k2"'))
     model = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path)
     assert model.config.model_type == "kimi_k2"
+    text = BOOK[:40]
+    assert_float32_equal(teacher_forced_logits(decoder_for(model, 40), text, "fp32"), stock_logits(model, text), 14)
+
+
+class AdaptedEmbedding(Adapted):
+    def forward(self, ids):
+        return self.base_layer(ids) * 1.5
+
+
+def test_an_adapter_of_the_embedding_is_called():
+    """It does not say how many ids it takes."""
+    model = _glm()
+    model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens)
     text = BOOK[:40]
     assert_float32_equal(teacher_forced_logits(decoder_for(model, 40), text, "fp32"), stock_logits(model, text), 14)
 

@@ -68,6 +68,7 @@ class Decoder(nn.Module):
         ranks: who shares its weights and caches.
         index_topk: keys that its indexer chooses; `max_model_len` without one.
         index_heads: heads of its indexer; 0 without one.
+        vocabulary: token ids of its embedding.
         deterministic: as given.
         dtype, device: of its embedding.
     """
@@ -87,6 +88,7 @@ class Decoder(nn.Module):
         self.backbone: Any = text.backbone
         self.lm_head: Any = text.lm_head
         self.softcap = text.softcap
+        self.vocabulary: int = text.backbone.embed_tokens.weight.shape[0]  # an adapter's embedding says no number
         self.dtype, self.device = dtype_and_device(text.backbone)
         self.attention: Any
         if text.model_type.layers is None:

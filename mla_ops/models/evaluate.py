@@ -89,7 +89,7 @@ def teacher_forced_logits(
         raise TypeError(
             f"{op}: decoder must be what decoder_for(model, max_model_len) gives, got {type(decoder).__name__}"
         )
-    token_ids = check_tokens(f"{op}: token_ids", token_ids, decoder.backbone.embed_tokens.num_embeddings)
+    token_ids = check_tokens(f"{op}: token_ids", token_ids, decoder.vocabulary)
     if not 1 <= len(token_ids) <= decoder.max_model_len:
         raise ValueError(
             f"{op}: token_ids must have 1 to max_model_len, {decoder.max_model_len}, tokens, got {len(token_ids)}"

@@ -184,7 +184,7 @@ class GenerationSession:
         self.query_start_loc = zeros(max_num_requests + 1, dtype=torch.int32)
         self.input_ids = zeros(max_num_requests)
         self.limits = Limits(
-            decoder.backbone.embed_tokens.num_embeddings,
+            decoder.vocabulary,
             decoder.max_model_len,
             self.cache.num_blocks * block_size,
             sampling,

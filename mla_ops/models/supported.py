@@ -147,10 +147,12 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
             f"checkpoint as transformers.{model_class}"
         )
     if not any(c.__name__ == model_class and c.__module__.startswith("transformers.") for c in type(model).__mro__):
+        how = "load the checkpoint by that class, without trust_remote_code"
+        if type(model).__module__.startswith("peft."):
+            how = "pass its get_base_model(), in which adapters of layers are called"
         raise TypeError(
             f"decoder_for: a model of model_type '{found}' must be a transformers.{model_class}, got "
-            f"{type(model).__module__}.{type(model).__name__}: load the checkpoint by that class, without "
-            "trust_remote_code"
+            f"{type(model).__module__}.{type(model).__name__}: {how}"
         )
     backbone = model.model.language_model if found in WRAPPERS else model.model
     _check_config(config, model_type, max_model_len)
@@ -218,9 +220,16 @@ def _check_weights(modules: dict[str, Any]) -> None:
 def _check_adapters(backbone: Any) -> None:
     """Raises ValueError for adapters (peft's layers have a `base_layer`) of modules whose weights are read, not called.
 
-    Elsewhere a module is called as it is, its adapter with it.
+    And for a quantized `kv_b_proj` whose weight is a tensor of a kind of its own, as torchao makes them. Elsewhere a
+    module is called as it is, its adapter or its kind of weight with it.
     """
     for name, module in backbone.named_modules():
+        kind = type(getattr(module, "weight", None)) if name.endswith("kv_b_proj") else None
+        if kind not in (None, torch.nn.Parameter, torch.Tensor) and not kind.__module__.startswith("torch.distributed"):
+            raise ValueError(
+                f"decoder_for: {name}.weight must be a plain tensor, which attention takes in parts, got "
+                f"{kind.__name__}: leave kv_b_proj out, as torchao's quantize_ does by its filter_fn"
+            )
         if name.rpartition(".")[2] in ("kv_b_proj", "experts") and hasattr(module, "base_layer"):
             raise ValueError(
                 f"decoder_for: {name} has an adapter, {type(module).__name__}, which would be left out, since its "
