@@ -41,15 +41,13 @@ def decoder_for(
         dcp_mesh: one-dimensional DeviceMesh of the ranks that have a part of every context each; with `tp_mesh`, the
             same ranks. Prefill runs in the absorbed form.
         interleave: neighbouring tokens of a context on one rank of `dcp_mesh`.
-        deterministic: attention gives a token the same bits whatever else is in the step, as the ops' own argument
-            says. A `GenerationSession` then gives a request the same bits whatever runs beside it: the other parts of
-            its steps have one shape.
+        deterministic: attention is; a `GenerationSession` then gives a request the same bits whatever runs beside it.
 
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
         ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
             quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts; forward hooks
-            where nobody would call them; heads or widths that do not divide over the ranks, or a model type that does
+            of modules that are not called; heads or widths that do not divide over the ranks, or a model type that does
             not run over ranks.
     """
     return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave), deterministic)
@@ -68,8 +66,6 @@ class Decoder(nn.Module):
         ranks: who shares its weights and caches.
         index_topk: keys that its indexer chooses; `max_model_len` without one.
         index_heads: heads of its indexer; 0 without one.
-        vocabulary: token ids of its embedding.
-        deterministic: as given.
         dtype, device: of its embedding.
     """
 
@@ -122,8 +118,7 @@ class Decoder(nn.Module):
             `DecoderCache`, or `WindowedCache` for DeepSeek-V4.
 
         Raises:
-            ValueError: a format or size that the model does not take, weights converted or moved since `decoder_for`,
-                forward hooks where nobody would call them.
+            ValueError: a format or size that the model does not take, weights converted or moved since `decoder_for`.
         """
         check_hooks(self.model, self.backbone)
         found = dtype_and_device(self.backbone)

@@ -417,10 +417,9 @@ class GenerationSession:
         return self.waiting.submit(request)
 
     def cancel(self, request: int) -> None:
-        """Ends a request early: it waits no more, or its row and its blocks are free for others.
+        """Ends a request early: its row and its blocks are free for others, and `stream` gives nothing more of it.
 
-        `stream` gives nothing more of it, not even what it has produced. One that has ended is left as it is. Other
-        threads than that which iterates may call it.
+        Any thread may call it.
 
         Args:
             request: what `submit` returned.
