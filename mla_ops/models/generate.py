@@ -298,14 +298,16 @@ class GenerationSession:
         # token rows to request rows; a row that is not active reads some other row and keeps what it had
         rows = self.query_start_loc[:-1].long().clamp(max=num_rows - 1)
         token = self._choose(self.logits[rows], slice(None)) if self.sampling else self.logits.argmax(-1)[rows]
-        self.last_token.copy_(torch.where(self.active, token, self.last_token))
         column = self.num_generated.clamp(max=self.output.shape[1] - 1).unsqueeze(1)
         kept = self.output.gather(1, column).squeeze(1)
         self.output.scatter_(1, column, torch.where(self.active, token, kept).unsqueeze(1))
-        self.seq_lens.copy_(new_lens)
-        self.num_generated += self.active
-        ended = (token.unsqueeze(1) == self.eos_token_ids).any(1) | (self.num_generated >= self.max_new_tokens)
-        self.active &= ~ended
+        generated = self.num_generated + self.active
+        ended = (token.unsqueeze(1) == self.eos_token_ids).any(1) | (generated >= self.max_new_tokens)
+        # all at once: a step that is interrupted before this is done again, and gives the same
+        torch._foreach_copy_(
+            [self.last_token, self.seq_lens, self.num_generated, self.active],
+            [torch.where(self.active, token, self.last_token), new_lens, generated, self.active & ~ended],
+        )
 
     def capture(self) -> None:
         """Records the decode step in a CUDA graph. Call it while no row is active."""
