@@ -74,7 +74,7 @@ class SparseMLA(nn.Module):
         indices = self.select(hidden, cos, sin, index_cache, metadata, num_requests)
 
         # queries: W_UK goes to their side, so that they meet the latents as they are cached
-        q = self.q_proj(hidden).unflatten(-1, (self.num_heads, -1))
+        q = torch.unflatten(self.q_proj(hidden), -1, (self.num_heads, -1))
         q_nope, q_pe = q.split((self.nope_dim, ROPE_DIM), dim=-1)
         w_kv = self.kv_b_proj.weight.view(self.num_heads, -1, LATENT_DIM)
         w_uk, w_uv = w_kv.split((self.nope_dim, self.v_dim), dim=1)
@@ -104,7 +104,7 @@ class SparseMLA(nn.Module):
         num_requests: int,
     ) -> torch.Tensor:
         """Positions in each token's request, `[num_tokens, topk]` int32; the first `topk_length` of a row count."""
-        q = self.index_q_proj(hidden).unflatten(-1, (self.index_heads, -1))
+        q = torch.unflatten(self.index_q_proj(hidden), -1, (self.index_heads, -1))
         q_pe = rotate(q[..., :ROPE_DIM], cos.unsqueeze(1), sin.unsqueeze(1))
         q = torch.cat((q_pe, q[..., ROPE_DIM:]), dim=-1)
         # -1 is padding, and indexing from behind would be the last request's: clamp, then mask by a length of 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import io
@@ -83,8 +84,10 @@ def test_padding_changes_no_token_and_no_cache(step: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(caches, others, strict=True))
 
 
-def test_one_graph_serves_any_number_of_tokens(example: ModuleType, step: Any) -> None:
+@pytest.mark.parametrize("default_device", [None, "cpu"])
+def test_one_graph_serves_any_number_of_tokens(example: ModuleType, step: Any, default_device: str | None) -> None:
     layer, caches, _ = step
+    caches = [cache.clone() for cache in caches]
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -93,7 +96,9 @@ def test_one_graph_serves_any_number_of_tokens(example: ModuleType, step: Any) -
         hidden, metadata = normal(num_tokens, 32), make_metadata(num_tokens)
         for tensor in (hidden, *(getattr(metadata, name) for name in PER_TOKEN)):
             torch._dynamo.mark_dynamic(tensor, 0)
-        torch.testing.assert_close(compiled(hidden, *caches, metadata, 2), layer(hidden, *plain, metadata, 2))
+        expected = layer(hidden, *plain, metadata, 2)
+        with contextlib.nullcontext() if default_device is None else torch.device(default_device):
+            torch.testing.assert_close(compiled(hidden, *caches, metadata, 2), expected)
     assert counter.frame_count == 1
 
 

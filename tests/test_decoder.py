@@ -352,6 +352,23 @@ class Adapted(torch.nn.Module):
         return self.base_layer.weight
 
 
+class Packed(torch.Tensor):
+    """A kind of tensor as torchao's quantized weights are one, with the dtype of what it stands for."""
+
+
+def _with_a_packed_weight():
+    model = _glm()
+    projection = model.model.layers[0].self_attn.kv_b_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().as_subclass(Packed))
+    return model
+
+
+def _peft_model():
+    wrapper = type("PeftModel", (torch.nn.Module,), {"__module__": "peft.peft_model"})()
+    wrapper.config, wrapper.lm_head = _glm().config, None
+    return wrapper
+
+
 def _with_an_adapter(owner, name):
     model = _glm(num_layers=2)  # the first has no experts
     module = model.model.layers[-1].get_submodule(owner)
@@ -365,6 +382,8 @@ REFUSED = {
         ValueError,
         "kv_b_proj has an adapter, Adapted, which would be left out",
     ),
+    "a packed weight": (_with_a_packed_weight, ValueError, "kv_b_proj.weight must be a plain tensor, .* got Packed: "),
+    "a wrapper of adapters": (_peft_model, TypeError, r"got peft.peft_model.PeftModel: pass its get_base_model\(\)"),
     "an adapter of experts": (lambda: _with_an_adapter("mlp", "experts"), ValueError, "mlp.experts has an adapter"),
     "a path": (lambda: "zai-org/GLM-5", TypeError, "got the path 'zai-org/GLM-5': load it first, .*from_pretrained"),
     "a module": (lambda: torch.nn.Linear(1, 1), TypeError, "must be a loaded transformers model, got Linear"),
@@ -428,6 +447,60 @@ def test_a_kimi_k2_checkpoint_runs_as_the_deepseek_v3_that_loads_it(tmp_path):
     assert model.config.model_type == "kimi_k2"
     text = BOOK[:40]
     assert_float32_equal(teacher_forced_logits(decoder_for(model, 40), text, "fp32"), stock_logits(model, text), 14)
+
+
+class AdaptedEmbedding(Adapted):
+    def forward(self, ids):
+        return self.base_layer(ids) * 1.5
+
+
+def test_an_adapter_of_the_embedding_is_called():
+    """It does not say how many ids it takes."""
+    model = _glm()
+    model.model.embed_tokens = AdaptedEmbedding(model.model.embed_tokens)
+    text = BOOK[:40]
+    assert_float32_equal(teacher_forced_logits(decoder_for(model, 40), text, "fp32"), stock_logits(model, text), 14)
+
+
+HOOKED = {
+    "DeepSeek-V3": ("", "model", "model.layers.1", "model.layers.1.self_attn.kv_b_proj", "model.layers.1.mlp.experts"),
+    "DeepSeek-V3.2": ("model.layers.0.self_attn", "model.layers.0.self_attn.indexer", "model.layers.3.mlp"),
+    "DeepSeek-V4": ("model.layers.2.self_attn.compressor.kv_norm", "model.layers.0"),
+    "Kimi K2.5": ("model", "model.language_model", "model.language_model.layers.0"),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["a hook behind pre-hooks", "a pre-hook"])
+@pytest.mark.parametrize("name", [name for name in HOOKED if name in SMALL_MODELS])
+def test_a_hook_that_nobody_would_call_is_refused(name, before):
+    """As of those who steer activations; transformers' own, which collect hidden states, are left as they are."""
+    model = SMALL_MODELS[name]()
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    decoder = decoder_for(model, 40)
+    plain = teacher_forced_logits(decoder, BOOK[:9], "fp32", block_size=128)
+    for place in HOOKED[name]:
+        module = model.get_submodule(place)
+        register = module.register_forward_pre_hook if before else module.register_forward_hook
+        handle = register(lambda *arguments: None)
+        for make in (lambda: decoder_for(model, 40), lambda: decoder.allocate_cache("fp32", 4, 128)):
+            with pytest.raises(
+                ValueError, match=r"^decoder_for: .* has a forward hook, .*lambda.*, which would not be"
+            ):
+                make()
+        handle.remove()
+    assert torch.equal(teacher_forced_logits(decoder, BOOK[:9], "fp32", block_size=128), plain)
+
+
+def test_hooks_of_what_is_called_are_called():
+    model = SMALL_MODELS["DeepSeek-V3.2"]()
+    seen = set()
+    for place in ("input_layernorm", "self_attn.q_a_proj", "self_attn.o_proj", "mlp.gate", "mlp.shared_experts"):
+        model.model.layers[3].get_submodule(place).register_forward_hook(
+            lambda *arguments, place=place: seen.add(place)
+        )
+    teacher_forced_logits(decoder_for(model, 40), BOOK[:9], "fp32")
+    assert len(seen) == 5
 
 
 @pytest.mark.parametrize("whose", ["decoder's", "model's"])

@@ -18,14 +18,18 @@ import mla_ops
 from mla_ops.integrations import flash_mla
 from scripts import flash_mla_programs
 
-# Positional arguments of FlashMLA 1.0, and what the copies of vLLM 0.24 and 0.33 and sgl-flash-mla 1.0 add by name.
+# Positional arguments of FlashMLA 1.0, and what its newest sources and the copies of vLLM 0.24 and 0.33 and
+# sgl-flash-mla 1.0 add by name.
 SIGNATURES = {
     "flash_mla_with_kvcache": (
         """q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal
         is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length""",
         "out enable_batch_invariant use_legacy kv_format descale_q descale_k",
     ),
-    "flash_mla_sparse_fwd": ("q kv indices sm_scale d_v attn_sink topk_length", "out use_legacy return_log2_lse"),
+    "flash_mla_sparse_fwd": (
+        "q kv indices sm_scale d_v attn_sink topk_length",
+        "indexer_topk out use_legacy return_log2_lse",
+    ),
 }
 FORMATS = {"fp8_ds_mla": 576, "fp8_ds_mla_v4": 512, "bf16": 576}
 
@@ -221,6 +225,13 @@ def test_flat_keys_with_the_largest_logit(device):
     torch.testing.assert_close(max_logits.double(), expected_max, atol=1e-5, rtol=1e-5)
     assert torch.all(max_logits[[1, 3]] == -torch.inf)
     assert torch.all(lse[[1, 3]] == torch.inf)
+
+    *same, of_indexer = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1, 512, sink, length, indexer_topk=20)
+    assert all(torch.equal(a, b) for a, b in zip(same, (out, max_logits, lse), strict=True))
+    _, _, expected_lse = attention(q, chosen[:, :20], valid[:, :20], 0.1)
+    close_lse(of_indexer, expected_lse)
+    with pytest.raises(ValueError, match="indexer_topk must be at most 128, got 129"):
+        flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1, indexer_topk=129)
 
 
 def test_out_is_written_and_returned(device):

@@ -7,14 +7,17 @@ FlashInfer.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import attention_oracle
 import dense_oracle
@@ -293,6 +296,37 @@ def test_prefill_holds_the_contract(
     assert not out[12:].any()
     assert (lse[5:8] == -math.inf).all()
     assert (lse[:2] == -math.inf).all() == causal
+
+
+def test_threads_run_what_they_planned(
+    library: ModuleType, triton_lowering: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a stream and so a wrapper. Both plan before either runs, unless one is kept waiting."""
+    both, run_planned = threading.Barrier(2), Ragged.run
+
+    def wait_and_run(self: Ragged, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return run_planned(self, *args, **kwargs)
+
+    monkeypatch.setattr(Ragged, "run", wait_and_run)
+    calls, results = [], {}
+    for lengths in ((3, 4), (2, 7)):
+        starts = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32)
+        tensors = (torch.randn(sum(lengths), 2, width).bfloat16() for width in (192, 192, 128))
+        calls.append((*tensors, starts, starts, 7, 7, 0.1))
+
+    def run(number: int) -> None:
+        results[number] = flashinfer.compute_prefill(*calls[number])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (q, k, v, starts, *_) in enumerate(calls):
+        expected = dense_oracle.prefill(q, k, v, starts, starts, 0.1, causal=True, operand=None)
+        attention_oracle.assert_close(*results[number], expected)
 
 
 def test_one_causal_request_with_itself_needs_no_plan(

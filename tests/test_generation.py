@@ -1,10 +1,14 @@
 """Requests, sampling and streaming of `GenerationSession`, over one small model."""
 
+import dataclasses
+import itertools
 import math
+import threading
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV3ForCausalLM"):
@@ -12,7 +16,7 @@ if not hasattr(transformers, "DeepseekV3ForCausalLM"):
 
 import mla_ops
 from mla_ops.demo.model import TEXT, build_small_model, build_small_v4_model
-from mla_ops.models import GenerationSession, decoder_for
+from mla_ops.models import GenerationSession, decoder_for, teacher_forced_logits
 from mla_ops.models.sampling import choose_tokens, gumbel_noise
 from mla_ops.testing.checks import record_calls
 
@@ -68,6 +72,174 @@ def test_tokens_that_a_broken_off_stream_did_not_give_come_later(decoder):
     while (event := next(session.stream(), None)) is not None:
         found[event.request] += event.tokens
     assert list(found.values()) == expected
+
+
+def run_and_cancel(session, prompts, when):
+    """The tokens of each prompt; prompt i is cancelled once it has `when[i]` tokens, at 0 while it waits."""
+    numbers = [session.submit(prompt, 12) for prompt in prompts]
+    found = {number: [] for number in numbers}
+    for place, count in when.items():
+        if count == 0:
+            session.cancel(numbers[place])
+    for event in session.stream():
+        found[event.request] += event.tokens
+        if len(found[event.request]) >= when.get(numbers.index(event.request), 99):
+            session.cancel(event.request)
+    return [found[number] for number in numbers]
+
+
+@pytest.mark.parametrize("when", [{0: 1}, {1: 3}, {2: 0}, {0: 1, 1: 1}, {0: 4, 2: 0, 3: 2}, {3: 12}], ids=str)
+def test_a_cancelled_request_gives_no_more_and_the_others_do_not_notice(decoder, when):
+    prompts = [*PROMPTS, BOOK[7:20]]
+    expected = make_session(decoder).generate(prompts, 12).tokens
+    session = make_session(decoder)
+    for _ in range(3):  # rows and blocks of the first time are taken again
+        found = run_and_cancel(session, prompts, when)
+        for place, tokens in enumerate(found):
+            least = when.get(place, 12)
+            assert least <= len(tokens) <= max(least, 2)  # the first event has the prefill's token and a step's
+            assert tokens == expected[place][: len(tokens)]
+        assert sorted(session.free_blocks) == list(range(session.cache.num_blocks))
+        assert not session.active.any()
+    assert session.generate(prompts, 12).tokens == expected
+
+
+def test_a_cancelled_request_makes_room_at_once(decoder):
+    """The cache has blocks for one request; the one that waits starts when they are free."""
+    expected = make_session(decoder).generate(PROMPTS[:1], 9).tokens
+    session = make_session(decoder, num_blocks=2)
+    first, second = session.submit(PROMPTS[1], 11), session.submit(PROMPTS[0], 9)
+    stream = session.stream()
+    assert next(stream).request == first
+    session.cancel(first)
+    assert len(session.free_blocks) == 2
+    events = list(stream)
+    assert {event.request for event in events} == {second}
+    assert [token for event in events for token in event.tokens] == expected[0]
+
+
+class Interrupt(TorchDispatchMode):
+    """The user's, before the operator of this number."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_stream_goes_on_after_an_interrupted_step(decoder):
+    """Wherever it was: what a step writes before its end is written again."""
+    expected = make_session(decoder).generate(PROMPTS[:2], 4).tokens
+    interrupted = 0
+    for number in itertools.count(1):
+        session = make_session(decoder)
+        found = {session.submit(prompt, 4): [] for prompt in PROMPTS[:2]}
+        event = next(session.stream())
+        found[event.request] += event.tokens
+        event = next(session.stream())
+        found[event.request] += event.tokens
+        try:
+            with Interrupt(number):
+                session.step()
+            break
+        except KeyboardInterrupt:
+            interrupted += 1
+        for event in session.stream():
+            found[event.request] += event.tokens
+        assert list(found.values()) == expected, f"before operator {number}"
+    assert interrupted > 50
+
+
+def test_a_broken_off_stream_and_its_requests_can_be_dropped(decoder):
+    session = make_session(decoder)
+    numbers = [session.submit(prompt, 9) for prompt in PROMPTS]
+    next(session.stream()), next(session.stream())
+    with pytest.raises(ValueError, match=r"needs an idle session: run stream\(\) to its end, cancel\(\) what runs"):
+        session.generate(PROMPTS, 9)
+    for number in numbers:
+        session.cancel(number)
+        session.cancel(number)  # what has ended stays so
+    assert list(session.stream()) == []
+    assert session.generate(PROMPTS, 9).tokens == make_session(decoder).generate(PROMPTS, 9).tokens
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (1, ValueError, "cancel: no request has number 1, 1 were submitted"),
+        (-1, ValueError, "cancel: request must be at least 0, got -1"),
+        ("0", TypeError, "cancel: request must be an integer, got str '0'"),
+    ],
+)
+def test_what_is_no_request_cannot_be_cancelled(decoder, request_, error, message):
+    session = make_session(decoder)
+    session.submit(PROMPTS[0], 3)
+    with pytest.raises(error, match=f"^{message}$"):
+        session.cancel(request_)
+    assert len(session.waiting) == 1
+
+
+def test_other_threads_submit_and_cancel(decoder):
+    """One thread runs the stream; what another cancels ends within a round, and every request has its own number."""
+    expected = dict(enumerate(make_session(decoder).generate(PROMPTS, 30).tokens))
+    session = make_session(decoder, max_num_requests=3)
+    prompt_of, cancelled, found = {}, set(), {}
+
+    def ask(seed):
+        for i in range(6):
+            which = (seed + i) % len(PROMPTS)
+            number = session.submit(PROMPTS[which], 30)
+            prompt_of[number] = which
+            if i % 2:
+                cancelled.add(number)
+                session.cancel(number)
+
+    session.submit(PROMPTS[0], 30)
+    prompt_of[0] = 0
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or session.waiting:
+        for event in session.stream():
+            found.setdefault(event.request, []).extend(event.tokens)
+    for thread in threads:
+        thread.join()
+    for event in session.stream():
+        found.setdefault(event.request, []).extend(event.tokens)
+    assert sorted(prompt_of) == list(range(19))
+    for number, which in prompt_of.items():
+        tokens = found.get(number, [])
+        assert tokens == expected[which][: len(tokens)]
+        assert number in cancelled or len(tokens) == 30
+    assert sorted(session.free_blocks) == list(range(session.cache.num_blocks))
+
+
+def test_a_request_submitted_while_generate_runs_is_refused(decoder):
+    session = make_session(decoder)
+    expected = make_session(decoder).generate(PROMPTS, 9).tokens
+    refused = []
+
+    def submit(done, most):
+        with pytest.raises(ValueError, match=r"^submit: generate\(\) is running") as info:
+            session.submit([1], 3)
+        refused.append(info.value)
+
+    assert session.generate(PROMPTS, 9, progress=submit).tokens == expected
+    assert refused
+
+
+def test_later_requests_do_not_count_in_the_result_of_a_generation(decoder):
+    session = make_session(decoder)
+    result = session.generate(PROMPTS, 9)
+    before = dataclasses.astuple(result)
+    session.submit(PROMPTS[0], 9)
+    list(session.stream())
+    assert dataclasses.astuple(result) == before
 
 
 def test_a_generation_that_fails_leaves_an_idle_session(decoder):
@@ -169,7 +341,9 @@ BAD = {
     "a temperature in words": ([[1]], {"temperature": "hot"}, TypeError, "temperature must be a number, got str"),
     "no top_p": ([[1]], {"top_p": None}, TypeError, "top_p must be a number, got NoneType"),
     "an infinite temperature": ([[1]], {"temperature": math.inf}, ValueError, "at least 0 and finite"),
-    "a seed of 65 bits": ([[1]], {"seed": 2**64}, ValueError, "seed must be at most 18446744073709551615, got 1"),
+    "a temperature of 1e300": ([[1]], {"temperature": 1e300}, ValueError, "finite in float32 .*, got 1e.300 and"),
+    "an unsigned seed": ([[1]], {"seed": 2**63}, ValueError, "seed must be at most 9223372036854775807, got 9"),
+    "a last seed": ([[1], [2]], {"seed": 2**63 - 1}, ValueError, "seed of prompt 1 must be a 64-bit integer with a"),
     "a broken seed": ([[1]], {"seed": 0.5}, TypeError, "seed must be an integer, got float"),
     "no new tokens": ([[1]], {"max_new_tokens": 0}, ValueError, "1 tokens and 0 new ones, both must be at least 1"),
     "limits in words": ([[1]], {"max_new_tokens": "3"}, TypeError, "max_new_tokens must be an int, or a list .* str"),
@@ -216,13 +390,40 @@ def test_a_session_made_in_inference_mode_runs_outside_and_the_other_way_round(d
     assert inside.generate(PROMPTS[:2], 5).tokens == expected
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_any_number_of_compiled_sessions_may_be_made(decoder):
+    """Dynamo allows 8 graphs of a function by default, here 2: what one session of this model has."""
+    torch._dynamo.reset()
+    expected = make_session(decoder).generate(PROMPTS, 4).tokens
+    for rows in (1, 2, 3):
+        session = make_session(decoder, max_num_requests=rows, compiled=True, backend="eager")
+        assert session.generate(PROMPTS, 4).tokens == expected
+    assert torch._dynamo.config.recompile_limit == 2
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager ops", "compiled"])
+def test_a_default_device_changes_nothing(decoder, compiled, default):
+    """Many programs set "cuda"; Dynamo then traces methods of tensors through a mode, and not all of them."""
+    torch._dynamo.reset()
+    expected = make_session(decoder).generate(PROMPTS, 4).tokens
+    torch.set_default_device(default)
+    try:
+        session = make_session(decoder, compiled=compiled, backend="eager")
+        assert session.generate(PROMPTS, 4).tokens == expected
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager ops", "compiled"])
 def test_autocast_changes_nothing(decoder, compiled):
     """The model runs in its own dtype, which its caches have."""
     expected = make_session(decoder).generate(PROMPTS[:2], 5).tokens
     session = make_session(decoder, compiled=compiled, backend="eager")
+    logits = teacher_forced_logits(decoder, PROMPTS[1], "fp32")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert session.generate(PROMPTS[:2], 5).tokens == expected
+        assert torch.equal(teacher_forced_logits(decoder, PROMPTS[1], "fp32"), logits)
 
 
 BAD_SESSIONS = {
@@ -303,6 +504,26 @@ def build_v4():
 def build_for_hopper():
     """As many heads as the Hopper kernels of the indexer and of attention take."""
     return build_small_model(num_layers=1, hidden_size=128, num_heads=16, index_heads=64, index_topk=256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", [build_v32, build_v4])
+def test_captured_requests_can_be_cancelled_on_gpu(build):
+    """Beside one that goes on; its row and blocks serve the next request in the same graph."""
+    prompts = [BOOK[:5], BOOK[40:61], BOOK[300:301], BOOK[7:20]]
+    decoder = decoder_for(build().bfloat16().cuda(), 64)
+    options = {"cache_format": decoder.attention.quantized_format, "block_size": 128}
+    found = []
+    for cuda_graph in (False, True):
+        session = make_session(decoder, cuda_graph=cuda_graph, **options)
+        whole = session.generate(prompts, 12).tokens
+        found.append([run_and_cancel(session, prompts, {1: 3, 2: 0}), whole, session.generate(prompts, 12).tokens])
+        assert sorted(session.free_blocks) == list(range(session.cache.num_blocks))
+        cancelled, whole, again = found[-1]
+        assert [len(tokens) for tokens in cancelled] == [12, 3, 0, 12]
+        assert cancelled == [tokens[: len(c)] for tokens, c in zip(whole, cancelled, strict=True)]
+        assert again == whole
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

@@ -278,6 +278,32 @@ def test_requests_that_cannot_run_are_refused(model, prompts, limit, message):
         session.generate(prompts, limit)
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "token_ids must have 1 to max_model_len, 64, tokens, got 0"),
+        ([1] * 65, {}, ValueError, "token_ids must have 1 to max_model_len, 64, tokens, got 65"),
+        ([1, 256], {}, ValueError, "token_ids has token id 256, the vocabulary has 256"),
+        (torch.tensor([1]), {}, TypeError, "token_ids must be a list of token ids, got Tensor"),
+        ([1, 2], {"step_sizes": [1, 0]}, ValueError, "step_sizes must be at least 1, got 0"),
+        ([1, 2], {"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+    ],
+    ids=["no text", "a long text", "an unknown id", "a tensor", "a step of no tokens", "empty blocks"],
+)
+def test_a_text_that_cannot_run_is_refused(model, text, options, error, message):
+    """A step of no tokens never ended; an id or a position out of range is an assertion on a GPU, which ends it."""
+    with pytest.raises(error, match=f"^teacher_forced_logits: {message}"):
+        teacher_forced_logits(decoder_for(model, 64), text, "fp32", **options)
+    with pytest.raises(TypeError, match=r"^teacher_forced_logits: decoder must be what decoder_for\(model, max_model"):
+        teacher_forced_logits(model, [1], "fp32")
+
+
+def test_logits_of_different_texts_are_not_compared():
+    """One row would be compared with all."""
+    with pytest.raises(ValueError, match=r"must have one shape, \[num_tokens, vocab_size\], got \[1, 4\] and \[3, 4\]"):
+        compare_logits(torch.zeros(1, 4), torch.zeros(3, 4))
+
+
 def test_a_cuda_graph_needs_a_cuda_model(model):
     with pytest.raises(ValueError, match="cuda_graph=True needs a model on a CUDA device"):
         GenerationSession(decoder_for(model, 64), max_num_requests=1, cache_format="fp32", cuda_graph=True)

@@ -230,7 +230,7 @@ class ContextParallel:
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         """`[world_size, num_tokens, heads of this rank, ...]`: this rank's heads of every rank's `x`."""
-        parts = x.unflatten(1, (self.world_size, -1)).transpose(0, 1).contiguous()
+        parts = torch.unflatten(x, 1, (self.world_size, -1)).transpose(0, 1).contiguous()
         return _done(collectives.all_to_all_single(parts, None, None, self.group))
 
 

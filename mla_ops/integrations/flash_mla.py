@@ -4,7 +4,7 @@
     mla_ops.integrations.flash_mla.install()                # or: `import flash_mla` resolves to this module
     python -m mla_ops.integrations.flash_mla program.py     # or: the same for a program that is not edited
 
-Arguments, shapes and results are those of FlashMLA 1.0 and of the copies in vLLM 0.24 and 0.33 and in sgl-flash-mla
+Arguments, shapes and results are those of FlashMLA 1.0, and of the copies in vLLM 0.24 and 0.33 and in sgl-flash-mla
 1.0: an lse of `[b, h_q, s_q]`, natural logarithm, +inf where a query sees no key. More is allowed: 1 to 128 heads,
 any topk and page size, bfloat16 caches, `topk_length` with every format, indices out of range, and GPUs that FlashMLA
 has no kernels for. Nothing is planned: metadata is accepted and ignored, so a step may be captured at one set of
@@ -23,6 +23,7 @@ import torch
 
 from .. import ops
 from ..formats import FORMATS, LATENT_DIM, PLAIN_FORMATS
+from ..sizes import check_sizes
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -258,10 +259,11 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     *,
+    indexer_topk: int = 0,
     out: torch.Tensor | None = None,
     use_legacy: bool | None = None,
     return_log2_lse: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor | None, ...]:
     """Attention of each query to the keys chosen for it, from flat keys.
 
     Args:
@@ -272,6 +274,7 @@ def flash_mla_sparse_fwd(
         d_v: 512.
         attn_sink: `[h_q]` float32.
         topk_length: `[s_q]` int32.
+        indexer_topk: above 0, a fourth result: the lse over the first so many columns of `indices`, by one more call.
         out: `[s_q, h_q, 512]` contiguous; written and returned.
         use_legacy: ignored.
         return_log2_lse: False leaves out both logarithms; True is refused, since they are natural.
@@ -295,6 +298,7 @@ def flash_mla_sparse_fwd(
         )
     if d_v != LATENT_DIM:
         raise ValueError(f"{op}: d_v must be {LATENT_DIM}, got {d_v}")
+    (indexer_topk,) = check_sizes(op, 0, most=indices.shape[2], indexer_topk=indexer_topk)
     if return_log2_lse:
         raise NotImplementedError(f"{op}: return_log2_lse: results are natural logarithms")
     keys, chosen = kv.squeeze(1), indices.squeeze(1)
@@ -307,12 +311,17 @@ def flash_mla_sparse_fwd(
         )
     if return_log2_lse is False:
         return answer, None, None
+    of_indexer: tuple[torch.Tensor, ...] = ()
+    if indexer_topk:
+        length = None if topk_length is None else topk_length.clamp(max=indexer_topk)
+        _, first = ops.sparse_attention(q, keys, chosen[:, :indexer_topk], sm_scale, topk_length=length)
+        of_indexer = (_outward(first),)
     max_logits = None
     if _with_max_logits:
         # a power of two rounds nothing; every weight but those of the largest logit vanishes
         _, scaled = ops.sparse_attention(q, keys, chosen, sm_scale * MAX_LOGITS_FACTOR, topk_length=topk_length)
         max_logits = scaled / MAX_LOGITS_FACTOR
-    return answer, max_logits, _outward(lse)
+    return answer, max_logits, _outward(lse), *of_indexer
 
 
 def install(*, max_logits: bool = True) -> None:

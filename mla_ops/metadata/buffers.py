@@ -1,4 +1,4 @@
-"""The base of the metadata classes: moving, comparing, and being a pytree that `torch.export` takes."""
+"""The base of the metadata classes: moving and comparing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree
 
 T = TypeVar("T", bound="Buffers")
 
@@ -33,15 +32,6 @@ class Buffers:
 
     # buffers change: two objects of equal content are different keys
     __hash__ = object.__hash__
-
-
-def register(cls: type[T]) -> type[T]:
-    """Makes a dataclass a pytree, so that `torch.export` takes it as an argument. Sizes are leaves, which it keeps."""
-    name = f"mla_ops.{cls.__name__}"
-    _pytree.register_dataclass(cls, serialized_type_name=name)
-    # an exported program is saved with its example arguments, which are loaded again
-    torch.serialization.add_safe_globals([cls])
-    return cls
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import build_step_metadata
+from ..pytrees import exportable
 from ..sizes import check_sizes
-from .buffers import Buffers, register
+from .buffers import Buffers
 
 
-@register
+@exportable
 @dataclass(frozen=True, eq=False)
 class StepMetadata(Buffers):
     """Buffers that every layer of a step reads. Allocate once, `build()` before each step, pass them whole to the ops.

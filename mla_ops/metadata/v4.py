@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import build_compressed_metadata
+from ..pytrees import exportable
 from ..sizes import check_sizes
-from .buffers import Buffers, register
+from .buffers import Buffers
 from .step import StepMetadata
 
 
@@ -18,7 +19,7 @@ def _known_blocks(where: str, **argument: int | None) -> int | None:
     return check_sizes(where, 0, **known)[0] if known else None
 
 
-@register
+@exportable
 @dataclass(frozen=True, eq=False)
 class CompressedMetadata(Buffers):
     """Buffers of one compressed cache for a step, which all layers of a type share.
@@ -94,7 +95,7 @@ class CompressedMetadata(Buffers):
         )
 
 
-@register
+@exportable
 @dataclass(frozen=True, eq=False)
 class V4StepMetadata(Buffers):
     """Buffers that every layer of a DeepSeek V4 step reads. Allocate once, `build()` before each step.

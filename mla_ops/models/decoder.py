@@ -17,12 +17,18 @@ from .experts import feed_forward
 from .latent import LatentAttention
 from .parallel import Ranks, shard_weights
 from .streams import HyperStreams, Residual
-from .supported import dtype_and_device, read_model
+from .supported import check_hooks, dtype_and_device, read_model
 from .windowed import WindowedAttention
 
 
 def decoder_for(
-    model: Any, max_model_len: int, *, tp_mesh: Any = None, dcp_mesh: Any = None, interleave: int = 1
+    model: Any,
+    max_model_len: int,
+    *,
+    tp_mesh: Any = None,
+    dcp_mesh: Any = None,
+    interleave: int = 1,
+    deterministic: bool = False,
 ) -> Decoder:
     """The decoder that runs a transformers model's weights through `torch.ops.mla.*`.
 
@@ -35,14 +41,16 @@ def decoder_for(
         dcp_mesh: one-dimensional DeviceMesh of the ranks that have a part of every context each; with `tp_mesh`, the
             same ranks. Prefill runs in the absorbed form.
         interleave: neighbouring tokens of a context on one rank of `dcp_mesh`.
+        deterministic: attention is; a `GenerationSession` then gives a request the same bits whatever runs beside it.
 
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
         ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
-            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts; heads or widths
-            that do not divide over the ranks, or a model type that does not run over ranks.
+            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts; forward hooks
+            of modules that are not called; heads or widths that do not divide over the ranks, or a model type that does
+            not run over ranks.
     """
-    return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave))
+    return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave), deterministic)
 
 
 class Decoder(nn.Module):
@@ -61,8 +69,10 @@ class Decoder(nn.Module):
         dtype, device: of its embedding.
     """
 
-    def __init__(self, model: Any, max_model_len: int, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: Any, max_model_len: int, ranks: Ranks | None = None, deterministic: bool = False) -> None:
         super().__init__()
+        if not isinstance(deterministic, bool):
+            raise TypeError(f"decoder_for: deterministic must be a bool, got {type(deterministic).__name__}")
         (max_model_len,) = check_sizes("decoder_for", 1, max_model_len=max_model_len)
         text = read_model(model, max_model_len)
         self.ranks = ranks = Ranks() if ranks is None else ranks
@@ -74,6 +84,7 @@ class Decoder(nn.Module):
         self.backbone: Any = text.backbone
         self.lm_head: Any = text.lm_head
         self.softcap = text.softcap
+        self.vocabulary: int = text.backbone.embed_tokens.weight.shape[0]  # an adapter's embedding says no number
         self.dtype, self.device = dtype_and_device(text.backbone)
         self.attention: Any
         if text.model_type.layers is None:
@@ -85,6 +96,7 @@ class Decoder(nn.Module):
         else:
             parts = text.model_type.layers(text.config)
             self.attention = LatentAttention(text.backbone, text.config, parts, max_model_len, ranks)
+        self.deterministic = self.attention.deterministic = deterministic
         streams = getattr(text.config, "hc_mult", None)
         self.residual = Residual() if streams is None else HyperStreams(int(streams))
         self.num_heads: int = self.attention.query_heads
@@ -108,6 +120,7 @@ class Decoder(nn.Module):
         Raises:
             ValueError: a format or size that the model does not take, weights converted or moved since `decoder_for`.
         """
+        check_hooks(self.model, self.backbone)
         found = dtype_and_device(self.backbone)
         if found != (self.dtype, self.device):
             raise ValueError(

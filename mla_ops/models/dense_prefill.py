@@ -9,11 +9,13 @@ import torch
 from ..formats import LATENT_DIM, ROPE_DIM, get_format
 from ..metadata import StepMetadata
 from ..ops import ContextChunks, chunked_prefill_attention, plan_context_chunks
+from ..pytrees import exportable
 
 # tokens of cached context that are expanded at a time: 128 heads of DeepSeek-V3 take 40 KB in bfloat16 each
 CONTEXT_ROWS = 4096
 
 
+@exportable
 class DensePrefill(NamedTuple):
     """Inputs of a step that attends to expanded keys.
 
@@ -65,7 +67,7 @@ def attend_expanded(
     num_heads, nope_dim = q.shape[1], attention.qk_nope_head_dim
 
     def expand(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        both = attention.kv_b_proj(latent.to(q.dtype)).unflatten(-1, (num_heads, -1))
+        both = torch.unflatten(attention.kv_b_proj(latent.to(q.dtype)), -1, (num_heads, -1))
         k_nope, v = both.split((nope_dim, attention.v_head_dim), dim=-1)
         return torch.cat((k_nope, rope.to(q.dtype).unsqueeze(1).expand(-1, num_heads, -1)), dim=-1), v
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..sizes import check_sizes
 from .decoder import Decoder
 from .generate import GenerationResult
+from .requests import check_tokens
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Agreement:
 
 def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Agreement:
     """Compares `[num_tokens, vocab_size]` logits with a reference's, in float32."""
+    if reference.shape != logits.shape or reference.dim() != 2 or not reference.numel():
+        raise ValueError(
+            f"compare_logits: reference and logits must have one shape, [num_tokens, vocab_size], got "
+            f"{list(reference.shape)} and {list(logits.shape)}"
+        )
     reference, logits = reference.float(), logits.float()
     expected, actual = reference.log_softmax(-1), logits.log_softmax(-1)
     # rounding can leave a KL of zero slightly negative
@@ -63,7 +70,7 @@ def teacher_forced_logits(
 
     Args:
         decoder: the model.
-        token_ids: the text, at most `decoder.max_model_len` tokens.
+        token_ids: the text, 1 to `decoder.max_model_len` tokens.
         cache_format: format of the latent cache.
         step_sizes: tokens of each step, in turn; the last repeats until the text ends. A size of 1 is a decode step. By
             default steps of 256.
@@ -72,8 +79,23 @@ def teacher_forced_logits(
 
     Returns:
         `[num_tokens, vocab_size]` in the model's dtype.
+
+    Raises:
+        TypeError: `token_ids` or `step_sizes` is no sequence of ints.
+        ValueError: a text or step of another length, or an id out of the vocabulary.
     """
-    sizes = list(step_sizes) or [256]
+    op = "teacher_forced_logits"
+    if not isinstance(decoder, Decoder):
+        raise TypeError(
+            f"{op}: decoder must be what decoder_for(model, max_model_len) gives, got {type(decoder).__name__}"
+        )
+    token_ids = check_tokens(f"{op}: token_ids", token_ids, decoder.vocabulary)
+    if not 1 <= len(token_ids) <= decoder.max_model_len:
+        raise ValueError(
+            f"{op}: token_ids must have 1 to max_model_len, {decoder.max_model_len}, tokens, got {len(token_ids)}"
+        )
+    sizes = [size for given in step_sizes for size in check_sizes(op, 1, step_sizes=given)] or [256]
+    (block_size,) = check_sizes(op, 1, block_size=block_size)
     metadata = decoder.allocate_metadata(max_num_tokens=max(sizes), max_num_requests=1, block_size=block_size)
     num_blocks = -(-decoder.max_model_len // block_size)
     cache = decoder.allocate_cache(cache_format, num_blocks, block_size)
@@ -84,7 +106,7 @@ def teacher_forced_logits(
 
     blocks = list(range(num_blocks))
     random.Random(seed).shuffle(blocks)
-    tokens = torch.tensor(list(token_ids), device=device)
+    tokens = torch.tensor(token_ids, device=device)
     logits: list[torch.Tensor] = []
     start = 0
     while start < len(token_ids):
@@ -93,7 +115,8 @@ def teacher_forced_logits(
         decoder.build_step(metadata, int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
         bound = None if part.shape[0] == 1 else decoder.dense_context(start, part.shape[0])
         inputs = decoder.step_inputs(part, metadata, int32(0).unsqueeze(0), bound)
-        logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, host_reads=True))
+        with torch.autocast(device.type, enabled=False):  # it would change dtypes, which the caches fix
+            logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, host_reads=True))
         start = end
     return torch.cat(logits)
 

@@ -85,7 +85,7 @@ def mix_grouped(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weigh
     rows = experts._apply_gate(grouped_mm(rows, experts.gate_up_proj.transpose(1, 2), offs=last))
     rows = grouped_mm(rows, experts.down_proj.transpose(1, 2), offs=last)
     # each row back to its token and place, so that the sum has one order
-    each = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, (-1, top_k))
+    each = torch.unflatten(torch.empty_like(rows).index_copy(0, order, rows), 0, (-1, top_k))
     return (each * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(hidden.dtype)
 
 

@@ -6,6 +6,7 @@
     session.submit(prompt, 64)           # more may be submitted while others run
     for event in session.stream():       # tokens as they come
         print(event.request, event.tokens, event.done)
+        session.cancel(event.request)    # a request may be ended early
 
 A decode step is a function of device buffers alone: it builds the step's metadata, runs the model, chooses the next
 tokens, appends them, and retires the requests that are done. So the same code runs eagerly, compiled, and captured in a
@@ -18,8 +19,10 @@ to copy from.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +35,11 @@ from ..formats import LATENT_DIM
 from ..sizes import check_sizes
 from ..warm_up import warmup
 from .decoder import Decoder
-from .requests import Limits, Request, check_end_tokens, check_prompts, check_request, end_tokens
+from .requests import Limits, RequestQueue, check_end_tokens, check_prompts, check_request, end_tokens
 from .sampling import choose_tokens
+
+# of the models of all sessions; Dynamo's own limit of all functions together
+MAX_GRAPHS = 256
 
 
 @dataclass
@@ -178,7 +184,7 @@ class GenerationSession:
         self.query_start_loc = zeros(max_num_requests + 1, dtype=torch.int32)
         self.input_ids = zeros(max_num_requests)
         self.limits = Limits(
-            decoder.backbone.embed_tokens.num_embeddings,
+            decoder.vocabulary,
             decoder.max_model_len,
             self.cache.num_blocks * block_size,
             sampling,
@@ -191,10 +197,11 @@ class GenerationSession:
         self.temperature = zeros(max_num_requests, dtype=torch.float32)
         self.top_p = zeros(max_num_requests, dtype=torch.float32)
         self.seeds = zeros(max_num_requests)
-        self.waiting: deque[Request] = deque()
+        self.waiting = RequestQueue()
         self.events: deque[TokenEvent] = deque()  # those that nobody has taken
         self.totals = GenerationResult([])
-        self._submitted = 0
+        self._generating = False
+        self._lock = threading.RLock()  # of rows, blocks and events; `waiting` has its own
         self.logits: torch.Tensor | None = None
         self.num_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -202,8 +209,12 @@ class GenerationSession:
     def _run_model(self, inputs: Any, logit_rows: torch.Tensor | None, host_reads: bool) -> torch.Tensor:
         cache = self.cache
         # the caches are in the model's dtype, which autocast would change
-        with torch.autocast(self.decoder.device.type, enabled=False):
+        with torch.autocast(self.decoder.device.type, enabled=False), self._graphs_allowed():
             return self.model(inputs, cache.layers, cache.cache_format, cache.index_format, logit_rows, host_reads)
+
+    def _graphs_allowed(self) -> contextlib.AbstractContextManager[Any]:
+        """Dynamo counts the graphs of all sessions of a process together, each has two or three, and allows eight."""
+        return torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS) if self.compiled else contextlib.nullcontext()
 
     @torch.no_grad()
     def prefill_chunk(self, row: int, token_ids: Sequence[int], start: int) -> torch.Tensor:
@@ -233,9 +244,8 @@ class GenerationSession:
         count = math.ceil(num_tokens / self.cache.block_size)
         blocks, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         self.slots[row].blocks = blocks
-        table = torch.full((self.max_blocks_per_request,), -1, dtype=torch.int32)
-        table[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        self.block_table[row] = table.to(self.block_table.device)
+        table = blocks + [-1] * (self.max_blocks_per_request - len(blocks))
+        self.block_table[row] = torch.tensor(table, dtype=torch.int32, device=self.block_table.device)
 
     def release(self, row: int) -> None:
         """Returns a row's blocks. They go to the end of the queue."""
@@ -288,14 +298,16 @@ class GenerationSession:
         # token rows to request rows; a row that is not active reads some other row and keeps what it had
         rows = self.query_start_loc[:-1].long().clamp(max=num_rows - 1)
         token = self._choose(self.logits[rows], slice(None)) if self.sampling else self.logits.argmax(-1)[rows]
-        self.last_token.copy_(torch.where(self.active, token, self.last_token))
         column = self.num_generated.clamp(max=self.output.shape[1] - 1).unsqueeze(1)
         kept = self.output.gather(1, column).squeeze(1)
         self.output.scatter_(1, column, torch.where(self.active, token, kept).unsqueeze(1))
-        self.seq_lens.copy_(new_lens)
-        self.num_generated += self.active
-        ended = (token.unsqueeze(1) == self.eos_token_ids).any(1) | (self.num_generated >= self.max_new_tokens)
-        self.active &= ~ended
+        generated = self.num_generated + self.active
+        ended = (token.unsqueeze(1) == self.eos_token_ids).any(1) | (generated >= self.max_new_tokens)
+        # all at once: a step that is interrupted before this is done again, and gives the same
+        torch._foreach_copy_(
+            [self.last_token, self.seq_lens, self.num_generated, self.active],
+            [torch.where(self.active, token, self.last_token), new_lens, generated, self.active & ~ended],
+        )
 
     def capture(self) -> None:
         """Records the decode step in a CUDA graph. Call it while no row is active."""
@@ -338,6 +350,7 @@ class GenerationSession:
             "device": decoder.device,
             "prefill_head_dims": _prefill_head_dims(decoder.config),
             "index_heads": decoder.index_heads,
+            "deterministic": decoder.deterministic,
             "q_halves": decoder.head_dim > LATENT_DIM,
         }
 
@@ -398,40 +411,78 @@ class GenerationSession:
         Raises:
             TypeError: `prompt` is no sequence of ints, or another argument is of another type.
             ValueError: it is empty, an id is out of the vocabulary, with its new tokens it is longer than
-                `decoder.max_model_len` or the cache, or the sampling cannot be.
+                `decoder.max_model_len` or the cache, the sampling cannot be, or `generate` is running.
         """
-        return self._enqueue(check_request("prompt", prompt, max_new_tokens, temperature, top_p, seed, self.limits))
+        request = check_request("prompt", prompt, max_new_tokens, temperature, top_p, seed, self.limits)
+        if self._generating:
+            raise ValueError("submit: generate() is running, whose result has no place for another request")
+        return self.waiting.submit(request)
+
+    def cancel(self, request: int) -> None:
+        """Ends a request early: its row and its blocks are free for others, and `stream` gives nothing more of it.
+
+        Any thread may call it.
+
+        Args:
+            request: what `submit` returned.
+
+        Raises:
+            TypeError: `request` is no integer.
+            ValueError: no request has this number.
+        """
+        self.waiting.cancel(*check_sizes("cancel", 0, request=request))
+        # a thread that runs a round takes it out behind that; to wait for the lock might take many rounds
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop_cancelled()
+            finally:
+                self._lock.release()
+
+    def _drop_cancelled(self) -> None:
+        cancelled = self.waiting.take_cancelled()
+        if not cancelled:
+            return
+        self.events = deque(event for event in self.events if event.request not in cancelled)
+        for row, slot in enumerate(self.slots):
+            if slot.request in cancelled:
+                self.active[row] = False
+                self.release(row)
 
     def stream(self, *, steps_per_check: int = 1) -> Iterator[TokenEvent]:
         """Runs what was submitted until nothing is left, and yields tokens as they come.
 
-        Whoever iterates may submit more in between: they start as soon as a row and blocks are free, in the order of
-        submission.
+        Whoever iterates may submit more in between, as may other threads: they start as soon as a row and blocks are
+        free, in the order of submission.
 
         Args:
             steps_per_check: decode steps between two looks at which tokens there are. More keep a GPU busier, may add
                 idle steps at the end of a request, and give tokens in larger parts.
         """
         (steps_per_check,) = check_sizes("stream", 1, steps_per_check=steps_per_check)
-        if self.cuda_graph:
-            self.capture()
-        while not self._idle:
-            if not self.events:
-                self._round(steps_per_check)
-            while self.events:
-                yield self.events.popleft()
+        while True:
+            with self._lock:
+                if self.cuda_graph and self._graph is None:
+                    self.capture()
+                self._drop_cancelled()
+                while not self._idle and not self.events:
+                    self._round(steps_per_check)
+                    self._drop_cancelled()
+                if not self.events:
+                    return
+                event = self.events.popleft()
+            yield event
 
     def _round(self, steps: int) -> None:
         """Starts the requests that there is room for, decodes some steps, and reads what came into `events`."""
         self._synchronize()
         began = time.perf_counter()
         for row, slot in enumerate(self.slots):
-            if not self.waiting or not slot.free:
+            if not slot.free:
                 continue
-            number, prompt, limit, temperature, top_p, seed = self.waiting[0]
-            if math.ceil((len(prompt) + limit) / self.cache.block_size) > len(self.free_blocks):
+            request = self.waiting.next(len(self.free_blocks) * self.cache.block_size)
+            if request is None:
                 break
-            self.waiting.popleft()
+            number, prompt, limit, temperature, top_p, seed = request
             slot.request, slot.sent = number, 0
             try:
                 self.start_request(row, prompt, limit, temperature=temperature, top_p=top_p, seed=seed)
@@ -483,17 +534,23 @@ class GenerationSession:
             TypeError: `prompts` is no sequence of sequences of ints.
             ValueError: as `submit` raises it; or other requests are running, or have tokens that `stream` did not give.
         """
-        if not self._idle:
-            raise ValueError("generate() needs an idle session: run stream() to its end, or add requests by submit()")
         check_sizes("generate", 1, steps_per_check=steps_per_check)
-        (seed,) = check_sizes("generate", -(2**63), most=2**64 - 1, seed=seed)
+        (seed,) = check_sizes("generate", -(2**63), most=2**63 - 1, seed=seed)
         pairs = check_prompts(prompts, max_new_tokens)
         requests = [
             check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i, self.limits)
             for i, (prompt, limit) in enumerate(pairs)
         ]
-        self.totals = result = GenerationResult([[] for _ in prompts])
-        place = {self._enqueue(request): i for i, request in enumerate(requests)}
+        result = GenerationResult([[] for _ in prompts])
+        with self._lock:
+            self._drop_cancelled()
+            if self._generating or not self._idle:
+                raise ValueError(
+                    "generate() needs an idle session: run stream() to its end, cancel() what runs, or add requests by "
+                    "submit()"
+                )
+            place = {self.waiting.submit(request): i for i, request in enumerate(requests)}
+            self.totals, self._generating = result, True
         try:
             for event in self.stream(steps_per_check=steps_per_check):
                 result.tokens[place[event.request]] += event.tokens
@@ -502,6 +559,8 @@ class GenerationSession:
         except BaseException:
             self._drop_requests()
             raise
+        finally:
+            self.totals, self._generating = GenerationResult([]), False  # later requests do not count in this result
         return result
 
     @property
@@ -509,22 +568,17 @@ class GenerationSession:
         return not self.waiting and not self.events and all(slot.free for slot in self.slots)
 
     def _drop_requests(self) -> None:
-        self.waiting.clear()
-        self.events.clear()
-        for row, slot in enumerate(self.slots):
-            if not slot.free:
-                self.release(row)
-        self.active.zero_()
+        with self._lock:
+            self.waiting.clear()
+            self.events.clear()
+            for row, slot in enumerate(self.slots):
+                if not slot.free:
+                    self.release(row)
+            self.active.zero_()
 
     def _check_inactive(self, method: str) -> None:
         if bool(self.active.any()):
             raise RuntimeError(f"{method}() runs steps of its own: call it while no request is active")
-
-    def _enqueue(self, request: Request) -> int:
-        number = self._submitted
-        self._submitted += 1
-        self.waiting.append(request._replace(number=number))
-        return number
 
     def _synchronize(self) -> None:
         if self.decoder.device.type == "cuda":

@@ -21,6 +21,7 @@ from torch import nn
 from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, index_format_of
 from ..metadata import StepMetadata
 from ..ops import choose_prefill, concat_and_cache, paged_attention, paged_sparse_attention, write_index_cache
+from ..pytrees import exportable
 from .dense_prefill import DensePrefill, attend_expanded
 from .parallel import Ranks
 from .parts import Rope, choose_keys, prepare_index_query
@@ -47,6 +48,7 @@ class LatentLayer(NamedTuple):
     kv_source: int
 
 
+@exportable
 class LayerCache(NamedTuple):
     """The state of one layer: whole tensors, never views of a pool; what a layer does not have is None.
 
@@ -75,6 +77,7 @@ class DecoderCache:
         return self.layers[0][0].shape[0]
 
 
+@exportable
 class StepInputs(NamedTuple):
     """Inputs of one step besides weights and caches. The first five have a row for each token.
 
@@ -176,6 +179,7 @@ class LatentAttention(nn.Module):
     sin: torch.Tensor
     head_dim = LATENT_DIM + ROPE_DIM
     quantized_format = "fp8_ds_mla"
+    deterministic = False
 
     def __init__(self, backbone: Any, config: Any, parts: list[LatentLayer], max_model_len: int, ranks: Ranks) -> None:
         super().__init__()
@@ -337,6 +341,7 @@ class LatentAttention(nn.Module):
                 attention.scaling,
                 step.cache_format,
                 q_rope=q_rope,
+                deterministic=self.deterministic,
             )
         else:
             if part.indexer == OWN:
@@ -356,6 +361,7 @@ class LatentAttention(nn.Module):
                 attn_sink=sink if whole else None,
                 block_table=inputs.block_table if whole else None,
                 req_id_per_token=inputs.req_id_per_token if whole else None,
+                deterministic=self.deterministic,
             )
         if step.context is not None:
             merge = step.context.merge if self.ranks.tp_mesh is None else step.context.merge_heads
@@ -371,7 +377,7 @@ class LatentAttention(nn.Module):
             q = attention.q_b_proj(residual)
         else:
             q = attention.q_proj(hidden)
-        return residual, q.unflatten(-1, (self.num_heads, -1))
+        return residual, torch.unflatten(q, -1, (self.num_heads, -1))
 
     def _keys(
         self, attention: Any, hidden: torch.Tensor, part: LatentLayer, step: LatentStep

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,56 @@ class Request(NamedTuple):
     temperature: float
     top_p: float
     seed: int
+
+
+class RequestQueue:
+    """Requests in the order of submission, and the numbers of those that were cancelled. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[Request] = deque()
+        self._cancelled: set[int] = set()
+        self._submitted = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Queues a request under the next number, which it returns."""
+        with self._lock:
+            number = self._submitted
+            self._submitted += 1
+            self._waiting.append(request._replace(number=number))
+        return number
+
+    def next(self, room: int) -> Request | None:
+        """Takes the first request out if it fits in `room` tokens of cache; None if it does not, or there is none."""
+        with self._lock:
+            if not self._waiting or len(self._waiting[0].prompt) + self._waiting[0].max_new_tokens > room:
+                return None
+            return self._waiting.popleft()
+
+    def cancel(self, number: int) -> None:
+        """Takes a request out, and keeps its number for `take_cancelled`.
+
+        Raises:
+            ValueError: there was no such request.
+        """
+        with self._lock:
+            if number >= self._submitted:
+                raise ValueError(f"cancel: no request has number {number}, {self._submitted} were submitted")
+            self._waiting = deque(request for request in self._waiting if request.number != number)
+            self._cancelled.add(number)
+
+    def take_cancelled(self) -> set[int]:
+        """The numbers that were cancelled since the last look."""
+        with self._lock:
+            cancelled, self._cancelled = self._cancelled, set()
+        return cancelled
+
+    def clear(self) -> None:
+        with self._lock:
+            self._waiting.clear()
 
 
 class Limits(NamedTuple):
@@ -60,6 +111,25 @@ def check_prompts(prompts: Any, max_new_tokens: Any) -> list[tuple[Any, Any]]:
     return list(zip(prompts, max_new_tokens, strict=True))
 
 
+def check_tokens(name: str, token_ids: Any, vocabulary: int) -> list[int]:
+    """A sequence of token ids as a list.
+
+    Raises:
+        TypeError: no sequence of ints.
+        ValueError: an id is out of the vocabulary.
+    """
+    _check_sequence(name, token_ids, "token ids")
+    tokens = []
+    for given in token_ids:
+        token = as_int(given)
+        if token is None:
+            raise TypeError(f"{name} must be a list of token ids, ints, got {type(given).__name__} in it")
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"{name} has token id {token}, the vocabulary has {vocabulary}")
+        tokens.append(token)
+    return tokens
+
+
 def check_request(
     name: str, prompt: Any, max_new_tokens: Any, temperature: Any, top_p: Any, seed: Any, limits: Limits
 ) -> Request:
@@ -74,15 +144,7 @@ def check_request(
         TypeError: an argument is of another type.
         ValueError: the session cannot run it.
     """
-    _check_sequence(name, prompt, "token ids")
-    tokens = []
-    for given in prompt:
-        token = as_int(given)
-        if token is None:
-            raise TypeError(f"{name} must be a list of token ids, ints, got {type(given).__name__} in it")
-        if not 0 <= token < limits.vocabulary:
-            raise ValueError(f"{name} has token id {token}, the vocabulary has {limits.vocabulary}")
-        tokens.append(token)
+    tokens = check_tokens(name, prompt, limits.vocabulary)
     limit = as_int(max_new_tokens)
     if limit is None:
         raise TypeError(f"max_new_tokens of {name} must be an int, got {type(max_new_tokens).__name__}")
@@ -96,9 +158,10 @@ def check_request(
     for argument, value in (("temperature", temperature), ("top_p", top_p)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
-    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+    if not 0 <= temperature <= torch.finfo(torch.float32).max or not 0 < top_p <= 1:
         raise ValueError(
-            f"temperature must be at least 0 and finite and top_p above 0 and at most 1, got {temperature} and {top_p}"
+            f"temperature must be at least 0 and finite in float32 and top_p above 0 and at most 1, got {temperature} "
+            f"and {top_p}"
         )
     if temperature > 0 and not limits.sampling:
         raise ValueError(f"temperature {temperature} needs GenerationSession(..., sampling=True)")
@@ -106,7 +169,7 @@ def check_request(
     if number is None:
         raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"seed must fit in 64 bits, got {number}")
+        raise ValueError(f"seed of {name} must be a 64-bit integer with a sign, got {number}")
     return Request(-1, tokens, limit, float(temperature), float(top_p), number)
 
 

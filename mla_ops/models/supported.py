@@ -115,7 +115,8 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
         ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
-            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts.
+            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts; forward hooks
+            where nobody would call them.
     """
     if isinstance(model, (str, PathLike)):
         raise TypeError(
@@ -146,15 +147,18 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
             f"checkpoint as transformers.{model_class}"
         )
     if not any(c.__name__ == model_class and c.__module__.startswith("transformers.") for c in type(model).__mro__):
+        how = "load the checkpoint by that class, without trust_remote_code"
+        if type(model).__module__.startswith("peft."):
+            how = "pass its get_base_model(), in which adapters of layers are called"
         raise TypeError(
             f"decoder_for: a model of model_type '{found}' must be a transformers.{model_class}, got "
-            f"{type(model).__module__}.{type(model).__name__}: load the checkpoint by that class, without "
-            "trust_remote_code"
+            f"{type(model).__module__}.{type(model).__name__}: {how}"
         )
     backbone = model.model.language_model if found in WRAPPERS else model.model
     _check_config(config, model_type, max_model_len)
     _check_weights({"": backbone, "lm_head.": model.lm_head})
     _check_adapters(backbone)
+    check_hooks(model, backbone)
     softcap = getattr(config, "final_logit_softcapping", None) if inner == "mistral_large4_text" else None
     return TextModel(model_type, config, backbone, model.lm_head, softcap)
 
@@ -216,14 +220,46 @@ def _check_weights(modules: dict[str, Any]) -> None:
 def _check_adapters(backbone: Any) -> None:
     """Raises ValueError for adapters (peft's layers have a `base_layer`) of modules whose weights are read, not called.
 
-    Elsewhere a module is called as it is, its adapter with it.
+    And for a quantized `kv_b_proj` whose weight is a tensor of a kind of its own, as torchao makes them. Elsewhere a
+    module is called as it is, its adapter or its kind of weight with it.
     """
     for name, module in backbone.named_modules():
+        kind = type(getattr(module, "weight", None)) if name.endswith("kv_b_proj") else None
+        if kind not in (None, torch.nn.Parameter, torch.Tensor) and not kind.__module__.startswith("torch.distributed"):
+            raise ValueError(
+                f"decoder_for: {name}.weight must be a plain tensor, which attention takes in parts, got "
+                f"{kind.__name__}: leave kv_b_proj out, as torchao's quantize_ does by its filter_fn"
+            )
         if name.rpartition(".")[2] in ("kv_b_proj", "experts") and hasattr(module, "base_layer"):
             raise ValueError(
                 f"decoder_for: {name} has an adapter, {type(module).__name__}, which would be left out, since its "
                 "weight is read as it is: merge adapters into the weights first, as peft's merge_and_unload does"
             )
+
+
+# modules whose parts are called, or whose weights are read, where transformers calls them
+_NOT_CALLED = {"self_attn", "kv_b_proj", "indexer", "scorer", "compressor", "experts"}
+_HOOKS_THAT_CHANGE_NOTHING = ("torch.", "transformers.", "accelerate.")
+
+
+def check_hooks(model: Any, backbone: Any) -> None:
+    """Raises ValueError for hooks that nobody would call, unless they are torch's or transformers' own.
+
+    Norms, projections, routers, dense MLPs, embedding and head are called, their hooks with them.
+    """
+    named = [("the model", model), ("model.model", model.model), ("its backbone", backbone)]
+    for name, module in backbone.layers.named_modules():
+        last = name.rpartition(".")[2]
+        if last.isdigit() or last in _NOT_CALLED or hasattr(module, "experts") or name.endswith("compressor.kv_norm"):
+            named.append((f"layers.{name}", module))
+    for name, module in named:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            origin = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+            if not origin.startswith(_HOOKS_THAT_CHANGE_NOTHING):
+                raise ValueError(
+                    f"decoder_for: {name} has a forward hook, {getattr(hook, '__qualname__', hook)}, which would not "
+                    "be called: remove it, or hook a module that is, such as a norm, a projection or embed_tokens"
+                )
 
 
 def dtype_and_device(backbone: Any) -> tuple[torch.dtype, torch.device]:

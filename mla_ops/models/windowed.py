@@ -24,6 +24,7 @@ from torch import nn
 from ..formats import INDEX_DIM, ROPE_DIM, allocate_cache, index_format_of
 from ..metadata import V4StepMetadata
 from ..ops import compress_and_cache, concat_and_cache, paged_sparse_attention
+from ..pytrees import exportable
 from .parts import choose_keys
 
 HEAD_DIM = 512
@@ -31,6 +32,7 @@ NOPE_DIM = HEAD_DIM - ROPE_DIM
 SLIDING, C4A, C128A = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
 
+@exportable
 class WindowedLayerCache(NamedTuple):
     """The state of one layer, whole tensors; what its type does not have is None.
 
@@ -67,6 +69,7 @@ class WindowedCache:
         return self.layers[0].window.shape[0]
 
 
+@exportable
 class WindowedInputs(NamedTuple):
     """Inputs of one step besides weights and caches.
 
@@ -172,6 +175,7 @@ class WindowedAttention(nn.Module):
     head_dim = HEAD_DIM
     with_sink = True
     quantized_format = "fp8_ds_mla_v4"
+    deterministic = False
 
     def __init__(self, backbone: Any, config: Any, max_model_len: int) -> None:
         super().__init__()
@@ -329,6 +333,7 @@ class WindowedAttention(nn.Module):
             cache_format,
             topk_length=inputs.window_lens,
             attn_sink=attention.sinks.float(),
+            deterministic=self.deterministic,
             **extra,
         )
         out = angles.rotate(out, back=True)

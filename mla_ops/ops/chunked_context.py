@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 
 from ..formats import LATENT_DIM
+from ..pytrees import exportable
 from ..sizes import check_sizes
 from .dense_attention import prefill_attention
 from .merge import merge_attention_states
 
 
+@exportable
 class ContextChunks(NamedTuple):
     """The contents of each chunk of a batch's cached context, on the device: one plan a step, for all its layers.
 

@@ -12,6 +12,8 @@ import functools
 import importlib
 import inspect
 import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,6 +92,17 @@ def _backend(device: torch.device) -> str:
 # A plan lies in pinned memory until the stream has copied it. The next plan of the same stream waits for its lengths,
 # so by then it was.
 _wrappers: dict[tuple[str, str, torch.device, int], Any] = {}
+# Threads share wrappers where they share a stream: one plans, and runs what it planned, before another plans.
+_planning = threading.Lock()
+
+
+def _one_thread_at_a_time(compute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compute)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with _planning:
+            return compute(*args, **kwargs)
+
+    return locked
 
 
 def _wrapper(name: str, backend: str, device: torch.device) -> Any:
@@ -138,6 +151,7 @@ def _single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: fl
     return out.contiguous(), lse * math.log(2)
 
 
+@_one_thread_at_a_time
 def compute_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -231,6 +245,7 @@ def _plan_rows(
     )
 
 
+@_one_thread_at_a_time
 def compute_paged(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
