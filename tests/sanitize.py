@@ -258,7 +258,7 @@ def shares(tool: str) -> None:
 
 
 def rows_by_length(tool: str) -> None:
-    """Rows of several CTAs, or clusters, and of one; rows that go by the launch's shape instead, and their merge."""
+    """Rows of several CTAs, or clusters, and of one; by the launch's shape instead; their merge; in shared clusters."""
     from mla_ops.kernels.hopper import waves
 
     shapes: list[tuple[int, ...]] = [(16, 1), (64, 3), (16, 2, 2), (64, 2, 2)] + [(32, 3)] * (tool == "memcheck")
@@ -266,6 +266,9 @@ def rows_by_length(tool: str) -> None:
     lengths = waves.always_by_length
     waves.always_by_length = lambda *call: (lengths(*call)[0], lengths(*call)[1]._replace(margin=1e9))
     unequal_rows({"bf16": [(16, 2), (64, 3)], "fp8_ds_mla": [(16, 3)]}, by_length=True)
+    packed = waves.packed_clusters
+    waves.packed_clusters = lambda count, at_once: packed(count, (1,) * len(at_once))
+    unequal_rows({"bf16": [(16, 5)], "fp8_ds_mla": [(16, 5)]}, packed=True)
 
 
 def index_scores(tool: str) -> None:

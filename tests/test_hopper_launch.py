@@ -22,11 +22,13 @@ from mla_ops.kernels.hopper.launch import (
     Clusters,
     Group,
     KeyFormat,
+    Packing,
     Shape,
     groups_for,
     splits_for,
     tiles_for,
 )
+from mla_ops.kernels.hopper.packed import MARGIN, UNEVEN, packing_for
 from mla_ops.kernels.hopper.params import NO_CACHE, Rows, cache_params
 from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic, deterministic_shapes
 from mla_ops.kernels.hopper.waves import Wave, forced, launch_waves, override
@@ -160,6 +162,43 @@ def test_rows_of_two_waves_go_by_their_lengths_where_full_ones_are_no_slower() -
     assert by_length_for(keys, launches, 128, 205, AT_ONCE, H200) is None
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "turns", "splits"),
+    [
+        (13, 16, 77, 8),
+        (21, 8, 65, 5),
+        (28, 16, 128, 4),
+        (14, 16, 104, 8),
+        (16, 16, 77, None),  # three rows a cluster have five CTAs each, by their shape six
+        (7, 16, 77, None),  # each has 16 anyway
+        (21, 16, 129, None),
+        (13, 16, 16, None),
+        (13, 17, 77, None),
+        (33, 16, 77, None),
+    ],
+)
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_when_rows_may_share_clusters(
+    cache_format: str, num_tokens: int, num_heads: int, turns: int, splits: int | None
+) -> None:
+    keys = KERNELS[cache_format, 576]
+    waves = dense_attention.choose(keys, num_tokens, num_heads, turns * 64, AT_ONCE, H200)
+    found = packing_for(keys, waves, num_heads, turns, AT_ONCE)
+    numbers = num_tokens / UNEVEN, MARGIN * num_tokens * (splits or 0)
+    assert found == (splits and (Clusters(16, splits), Packing(7, *numbers)))
+
+
+def test_long_rows_of_quantised_keys_go_by_their_lengths() -> None:
+    launches = [(14, Clusters(16, 8))]
+    assert packing_for(FP8, launches, 16, 105, AT_ONCE) is None
+    assert packing_for(KERNELS["bf16", 576], launches, 16, 105, AT_ONCE) is not None
+
+
+def test_no_cluster_of_16_runs() -> None:
+    launches, at_once = [(13, Clusters(16, 8))], (*AT_ONCE[:-1], 0)
+    assert packing_for(FP8, launches, 16, 77, at_once) is None
+
+
 def test_a_wave_begins_behind_the_tokens_of_another() -> None:
     lengths, indices = torch.zeros(9, dtype=torch.int32), torch.zeros(9, 128, dtype=torch.int32)[:, :100]
     cache = Rows(torch.zeros(2, 64, 656), 2, 64, 64 * 656)
@@ -227,6 +266,7 @@ def test_forced_waves_replace_the_chosen_and_have_every_token(monkeypatch: pytes
         monkeypatch.setattr(module, "_waves", lambda *_: chosen)
     monkeypatch.setattr(dense_attention, "_balance", lambda *_: None)
     monkeypatch.setattr(dense_attention, "_by_length", lambda *_: None)
+    monkeypatch.setattr(dense_attention, "_packing", lambda *_: None)
     q, cache = torch.zeros(5, 16, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 656, dtype=torch.uint8)
     numbers, out, lse = torch.zeros(5, 128, dtype=torch.int32), torch.zeros(5, 16, 512), torch.zeros(5, 16)
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +20,7 @@ from hopper_on_cpu import NO_COMPILER, Recorder, build
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
 from mla_ops.kernels.hopper.balance import always
-from mla_ops.kernels.hopper.launch import KERNELS, TILE_KEYS, ByLength, Clusters, Group, KeyFormat, Shape
+from mla_ops.kernels.hopper.launch import KERNELS, TILE_KEYS, ByLength, Clusters, Group, KeyFormat, Packing, Shape
 from mla_ops.kernels.hopper.params import NO_CACHE, Params, Rows, cache_params
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
@@ -67,6 +67,7 @@ class Launched(NamedTuple):
     shape: Shape
     evenly: bool
     by_length: bool
+    packed: bool
     tiles: int
     selections: list[Selection]
     grid: tuple[int, int, int]
@@ -90,7 +91,8 @@ class Launched(NamedTuple):
                 library.choose_cta(self.params, *dims, x % self.shape.splits, SHARES if self.persistent() else HELD)
             else:
                 kind = CLUSTERS if self.by_length or not self.persistent() else ROWS
-                library.choose_cta(self.params, *dims, x % self.shape.splits, kind)
+                splits = launch.PACKED_CTAS if self.packed else self.shape.splits
+                library.choose_cta(self.params, *dims, x % splits, kind)
             yield
 
     def expected(self, token: int) -> Counter[int]:
@@ -144,6 +146,14 @@ def by_length(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The same of kernels whose rows share clusters."""
+    loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows_packed"), "-O2", "-DSHARES_CLUSTERS=1")
+    loaded.keys_found.restype = ctypes.c_void_p
+    return loaded
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rows of every length, invalid indices and holes in the tables among them; tiles that heads do not fill."""
@@ -156,6 +166,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         max_grid_rows: int,
         evenly: bool = False,
         of_lengths: ByLength | None = None,
+        packing: Packing | None = None,
+        lengths: Sequence[int] = LENGTHS,
     ) -> Launched:
         seen = Recorder()
         monkeypatch.setattr(sources, "load", lambda *_: seen)
@@ -163,7 +175,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(launch, "MAX_GRID_ROWS", max_grid_rows)
         monkeypatch.setattr(groups, "counters", lambda *_: 0)
         keys, generator = KERNELS[cache_format, width], torch.Generator().manual_seed(1)
-        lengths, requests = torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor(REQUESTS, dtype=torch.int32)
+        lens, requests = torch.tensor(lengths, dtype=torch.int32), torch.tensor(REQUESTS, dtype=torch.int32)
         num_tokens, num_heads = len(LENGTHS), shape.tile + 3
         selections = []
         every = kind == "every position"  # dense attention: 16 keys of a block are neighbours
@@ -179,10 +191,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             if kind == "one slot":
                 indices = torch.full((num_tokens, columns), 13, dtype=torch.int32)
             table = torch.randint(-2, 33, (3, 34), dtype=torch.int32, generator=generator) if kind != "slots" else None
-            selections.append(Selection(rows, indices, lengths.roll(len(selections)), table))
+            selections.append(Selection(rows, indices, lens.roll(len(selections)), table))
         caches = [
-            cache_params(rows, None if every else indices, lengths, table, indices.shape[1])
-            for rows, indices, lengths, table in selections
+            cache_params(rows, None if every else indices, own_lens, table, indices.shape[1])
+            for rows, indices, own_lens, table in selections
         ]
         balance = exchange = None
         own_tokens = num_tokens
@@ -208,11 +220,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             all_tokens=num_tokens,
             takes_either_way=evenly,
             by_length=of_lengths,
+            packing=packing,
         )
         made.extend((requests, exchange))  # addresses of tensors are all that the parameters have
         grid, _, _, params = seen[0]
         tiles = -(-num_heads // shape.tile)
-        return Launched(keys, shape, evenly, of_lengths is not None, tiles, selections, grid, params)
+        by_length, packed = of_lengths is not None, packing is not None
+        return Launched(keys, shape, evenly, by_length, packed, tiles, selections, grid, params)
 
     made: list[torch.Tensor | None] = []
     return make
@@ -257,6 +271,54 @@ def test_each_key_is_gathered_once(
                 shares = -(-shape.shares // shape.splits) if isinstance(shape, Clusters) and shape.shares else 1
                 assert library.turns_of(token, tile) < -(-keys // TILE_KEYS) + shares
     assert gathered == call.every_key()
+
+
+@pytest.mark.parametrize(
+    ("splits", "clusters", "margin", "lengths"),
+    [
+        (5, 3, 0.0, LENGTHS),
+        (8, 5, 0.0, LENGTHS),  # more rows than places by shape go by their lengths
+        (4, 3, 999.0, LENGTHS),  # by shape
+        (4, 3, 0.0, [700] * 9),
+        (5, 3, 0.0, [0] * 9),
+        (2, 2, 0.0, [64 * 9, 64 * 15, 1, 1, 1, 64 * 4, 64 * 2, 64, 64]),  # a row has no 15 CTAs
+        (16, 9, 0.0, [700, 1, 1, 1, 1, 1, 1, 1, 1]),
+        (2, 1, 0.0, [700, 500, 1, 1, 1, 1, 300, 1, 64]),
+    ],
+)
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
+def test_rows_that_share_clusters(
+    splits: int,
+    clusters: int,
+    margin: float,
+    lengths: list[int],
+    cache_format: str,
+    packed: ctypes.CDLL,
+    launched: Any,
+) -> None:
+    """Each key once, a row's CTAs are of one cluster, and none has more turns than by the launch's shape."""
+    width, packing = 576 if cache_format == "fp8_ds_mla" else 512, Packing(clusters, 9.0, margin)
+    call = launched(cache_format, width, "every position", Clusters(16, splits), 99, packing=packing, lengths=lengths)
+    ctas: dict[tuple[int, int], set[int]] = {}
+    turns: Counter[tuple[int, int]] = Counter()
+    gathered: Counter[tuple[int, int, int]] = Counter()
+    for cta, _ in enumerate(call.choose_ctas(packed)):
+        count = packed.keys_of_cta(call.keys.row_bytes, 16)
+        assert count >= 0
+        found = list(FOUND.iter_unpack(ctypes.string_at(packed.keys_found(), count * FOUND.size)))
+        gathered.update((token, tile, row) for token, tile, _, _, row in found)
+        for token, tile, turn in {(token, tile, turn) for token, tile, _, turn, _ in found}:
+            ctas.setdefault((token, tile), set()).add(cta)
+            turns[cta, turn] += 1
+        assert len({key[:2] for key in found}) <= 1
+    assert gathered == call.every_key()
+    for own in ctas.values():
+        assert len({cta // launch.PACKED_CTAS for cta in own}) == 1
+    longest = max(-(-min(max(length, 0), 700) // TILE_KEYS) for length in lengths)
+    most = max(Counter(cta for cta, _ in turns).values(), default=0)
+    assert most <= -(-longest // splits)
+    if margin == 0.0 and lengths == LENGTHS:
+        assert most < -(-longest // splits)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,14 @@ from .launch import (
     Clusters,
     Group,
     KeyFormat,
+    Packing,
     Shape,
     clusters_at_once,
     groups_for,
     splits_for,
     tiles_for,
 )
+from .packed import packing_for
 from .params import NO_CACHE, cache_params
 from .prefill_attention import prefill_attention, prefill_reason
 from .waves import Wave, fastest_waves, forced, launch_waves
@@ -123,6 +125,15 @@ def _by_length(
     return by_length_for(keys, waves, num_heads, -(-capacity // TILE_KEYS), at_once, costs_of(device_index))
 
 
+@functools.lru_cache(maxsize=4096)
+def _packing(
+    keys: KeyFormat, num_tokens: int, num_heads: int, capacity: int, device_index: int
+) -> tuple[Clusters, Packing] | None:
+    waves = _waves(keys, num_tokens, num_heads, capacity, device_index)
+    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
+    return packing_for(keys, waves, num_heads, -(-capacity // TILE_KEYS), at_once)
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -143,11 +154,13 @@ def paged_attention(
     rows, head_dim = sparse_attention.paged_rows(kv_cache, cache_format, "kv_cache", "paged_attention")
     keys = KERNELS[cache_format, head_dim]
     capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
-    waves, balance, by_length = forced(num_tokens), None, None
+    waves, balance, by_length, packing = forced(num_tokens), None, None, None
     if not waves:
         call = keys, num_tokens, num_heads, capacity, q.device.index
         if deterministic:
             waves = _deterministic_waves(*call)
+        elif packed := _packing(*call):
+            waves, packing = [Wave(num_tokens, packed[0])], packed[1]
         elif found := _by_length(*call):
             waves, by_length = [Wave(num_tokens, found[0])], found[1]
         else:
@@ -165,6 +178,7 @@ def paged_attention(
         lse=lse,
         balance=balance,
         by_length=by_length,
+        packing=packing,
         deterministic=deterministic,
     )
 

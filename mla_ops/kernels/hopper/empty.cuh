@@ -12,7 +12,7 @@ constexpr float NO_KEYS_AT_ALL = 2 * NO_SCORE_YET;  // the reference that such a
 // Whether no CTA of a cluster has a key, asked where this one has none. Waits for the states of all.
 template <class L>
 DEVICE bool is_empty(const Row& row, u32 shared, int lane) {
-  if (row.splits == 1) return false;
+  if (is_alone(row)) return false;
   mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
   const u32 state = shared + L::End::STATES + min(lane, row.splits - 1) * (L::HEADS * 8);
   return __all_sync(~0u, load_shared_float(state + 4) == NO_KEYS_AT_ALL);

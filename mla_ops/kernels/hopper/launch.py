@@ -94,6 +94,24 @@ class ByLength(NamedTuple):
 BY_SHAPE = ByLength(0, 0.0, 0.0, 0)
 
 
+class Packing(NamedTuple):
+    """When rows share clusters of `PACKED_CTAS`, each with CTAs of one of them as its length asks for.
+
+    They do where `longest` times the longest row is more than all and `margin`, in turns, and that shortens the launch
+    (`packed_rows.cuh`); else each has as many CTAs of a cluster as the launch's shape says.
+
+    Attributes:
+        clusters: of the launch.
+    """
+
+    clusters: int
+    longest: float
+    margin: float
+
+
+PACKED_CTAS = 16  # packed_rows.cuh has the same
+
+
 def leaves_units(shape: Shape, by_length: ByLength | None) -> bool:
     """Whether CTAs that have a part of a row alone leave it as 16-bit averages, which `merge_units.cu` adds up."""
     return by_length is not None and by_length.splits == 1 and shape.tile == 64
@@ -192,6 +210,14 @@ class KeyFormat:
         return kernel._replace(source=kernel.source.replace(".cu", "_by_length.cu"))
 
     @functools.cache  # noqa: B019 - there are as many as formats
+    def packed_kernel(self, tile: int) -> Kernel | None:
+        """The kernel of a launch whose rows may share clusters; None where there is none."""
+        if tile != 16:
+            return None
+        kernel = self.kernel(Clusters(tile, 3))
+        return kernel._replace(source=kernel.source.replace(".cu", "_packed.cu"))
+
+    @functools.cache  # noqa: B019 - there are as many as formats
     def kernel(self, shape: Shape, oversubscribed: bool = False, many_rows: bool = False) -> Kernel:
         """The kernel of a launch.
 
@@ -246,6 +272,7 @@ class KeyFormat:
         every = [find(shape, oversubscribed) for find, shape, oversubscribed in of]
         every += [self.kernel_by_length(shape) for shape in shapes]
         every += [self.kernel(shape, many_rows=True) for shape in shapes]
+        every.append(self.packed_kernel(16))
         return list(dict.fromkeys(kernel for kernel in every if kernel))
 
 
@@ -328,6 +355,7 @@ def launch(
     exchange: torch.Tensor | None = None,
     takes_either_way: bool = False,
     by_length: ByLength | None = None,
+    packing: Packing | None = None,
     deterministic: bool = False,
 ) -> None:
     """One kernel, for the first `num_tokens` of what the tensors have.
@@ -341,6 +369,7 @@ def launch(
         exchange: with `balance`, room for parts, and of a group for what it exchanges; room for parts of shares.
         by_length: without `balance`, where rows may go by their lengths; `parts_of_rows` is theirs, or `exchange`
             where CTAs leave units, which are merged, too.
+        packing: where rows may share clusters; `shape` is how many CTAs each has otherwise.
         takes_either_way: whether it is this launch that shares them, with all tokens of the call then.
         deterministic: whether other launches have to give the same bits; those in shares always do.
     """
@@ -363,7 +392,9 @@ def launch(
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
     oversubscribed = clusters > at_once
-    if by_length is not None:
+    if packing is not None:
+        found, cluster_size = keys.packed_kernel(shape.tile), PACKED_CTAS
+    elif by_length is not None:
         found, parts = keys.kernel_by_length(shape), by_length.count
     elif balance is not None:
         found = (keys.balanced_kernel if takes_either_way else keys.yielding_kernel)(shape, oversubscribed)
@@ -376,6 +407,8 @@ def launch(
         grid = (balance.workers * head_tiles, 1, 1)
     elif kernel.persistent:
         grid = (min(clusters, at_once) * splits, 1, 1)
+    elif packing is not None:
+        grid = (PACKED_CTAS * head_tiles, packing.clusters, 1)
     elif by_length is not None:
         ctas = by_length.count * by_length.splits
         grid = (head_tiles * splits, max(num_tokens, -(-ctas // splits)), 1)
@@ -411,7 +444,7 @@ def launch(
         extra.indices_stride,
         main.columns,
         extra.columns,
-        *((by_length or BY_SHAPE)[1:3] if balance is None else (balance.longest, balance.margin)),
+        *((packing or by_length or BY_SHAPE)[1:3] if balance is None else (balance.longest, balance.margin)),
         pointer(req_id_per_token),
         *main.cache,
         *extra.cache,

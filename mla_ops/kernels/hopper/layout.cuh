@@ -10,6 +10,12 @@
 #if BY_LENGTH
 #include "row_ctas.cuh"
 #endif
+#ifndef SHARES_CLUSTERS
+#define SHARES_CLUSTERS 0  // 1: rows share clusters
+#endif
+#if SHARES_CLUSTERS
+#include "packed_rows.cuh"
+#endif
 
 // A paged cache.
 struct Cache {
@@ -207,6 +213,7 @@ struct Layout {
   // With 32 heads, where one warpgroup makes all scores, in place of a second one's.
   static constexpr int FOLD = HEADS == 32 ? SCORES : INTERVAL + 16, FOLD_SUMS = FOLD + HEADS * 16,
                        FOLD_TOPS = FOLD_SUMS + HEADS * 16, FOLD_STATES = FOLD_TOPS + HEADS * 4;
+  static constexpr int RANKS = FOLD;  // a CTA's place among those of its row, where rows share clusters
   static constexpr int BYTES = HEADS == 64   ? SCORES_FULL
                                : HEADS == 16 ? FOLD_STATES + MOST_SHARES * HEADS * 8
                                              : INTERVAL + 16;
@@ -225,6 +232,10 @@ struct Row {
   int token, tile, rank, splits, part;
   int length, extra_length, main_turns;  // keys in each cache; turns of the first, which the second's follow
   int first, stride, last;               // this CTA's turns: every `stride`-th one from the first on
+#if SHARES_CLUSTERS
+  int first_rank;  // of the row's first CTA in the cluster
+  float inverse;   // of `splits`, once it is at its end
+#endif
 };
 
 // Turns of a token's keys in a cache, or in both.
@@ -292,8 +303,50 @@ DEVICE Row row_by_length(const Params& p) {
 }
 #endif
 
+#if SHARES_CLUSTERS
+// This CTA's part of a row of one cache: `Params::splits` CTAs of a cluster have one where rows are about as long, which
+// they are unless `Params::longest` times the longest is more than all and `margin`. `place`, 4 bytes of shared memory, is
+// for what one warp finds: all of them would take four times as long.
+DEVICE Row packed_row(const Params& p, u32 place) {
+  const int lane = lane_here(), cluster = blockIdx.y, rank = cluster_rank(), number = divide(rank, p.of_splits),
+            by_shape = number < divide(PACKED_CTAS, p.of_splits) ? number * gridDim.y + cluster : p.num_tokens;
+  int length = lane < p.num_tokens ? p.topk[0] : 0;
+  if (p.topk_length[0] && lane < p.num_tokens) length = max(min(length, __ldg(p.topk_length[0] + lane)), 0);
+  const int turns = (length + TILE_KEYS - 1) / TILE_KEYS, most = __reduce_max_sync(~0u, turns),
+            total = __reduce_add_sync(~0u, turns);
+  PackedCta cta{by_shape, number * p.splits, p.splits};
+  if (most * p.longest > total + p.margin) {
+    if (thread_here() < 32) {
+      const u32 found = pack_rows(turns, p.num_tokens, gridDim.y, cluster, rank, most, total,
+                                  divide(most + p.splits - 1, p.of_splits), lane);
+      if (lane == 0) store_shared_4(place, found);
+    }
+    __syncthreads();
+    const u32 found = uniform(load_shared_4(place));
+    if (found != NOT_PACKED) cta = unpack_cta(found);
+  }
+  Row row;
+  row.token = min(cta.token, p.num_tokens), row.tile = blockIdx.x / PACKED_CTAS, row.part = 0;
+  row.splits = row.stride = cta.splits, row.first_rank = cta.first, row.rank = row.first = rank - cta.first;
+  row.length = __shfl_sync(~0u, length, row.token);
+  row.extra_length = opaque(0);  // else ptxas makes code for one cache beside the other, and spills
+  row.main_turns = (row.length + TILE_KEYS - 1) / TILE_KEYS;
+  row.last = row.main_turns + row.extra_length;
+  return row;
+}
+
+// Where a row's CTAs lie in the cluster, for its end: else it would take registers of all turns.
+DEVICE void keep_ranks(const Row& row, u32 place) {
+  store_shared_8(place, row.rank | row.first_rank << 8 | row.splits << 16,
+                 __float_as_uint(__fdividef(1.f, static_cast<float>(row.splits))));
+}
+#endif
+
 template <Launch LAUNCH = Launch::CLUSTERS>
-DEVICE Row this_row(const Params& p) {
+DEVICE Row this_row(const Params& p, u32 place = 0) {
+#if SHARES_CLUSTERS
+  return packed_row(p, place);
+#endif
 #if BY_LENGTH
   if constexpr (LAUNCH == Launch::CLUSTERS) return row_by_length(p);
 #endif
@@ -310,8 +363,34 @@ DEVICE bool leaves_units(const Row& row) {
   return BY_LENGTH && HEADS == 64 && !in_cluster(row);
 }
 
+// Whether a CTA has nobody to meet.
+DEVICE bool is_alone(const Row& row) { return !SHARES_CLUSTERS && row.splits == 1; }
+
 // This CTA's rank among those that share its row, read anew: else it would take a register of all turns.
 DEVICE int rank_here(const Row& row) { return in_cluster(row) ? cluster_rank_here() : 0; }
+
+// A row at its end. Where rows share clusters, a CTA's place in its own is read anew, too.
+#if SHARES_CLUSTERS
+template <class L>
+DEVICE Row at_end(Row row, u32 shared) {
+  const uint2 ranks = load_shared_8(shared + L::RANKS);
+  const u32 all = uniform(ranks.x);
+  row.rank = all & 0xff, row.first_rank = all >> 8 & 0xff, row.splits = all >> 16;
+  row.inverse = __uint_as_float(uniform(ranks.y));
+  return row;
+}
+
+// The number in its cluster of one of a row's CTAs.
+DEVICE int rank_in_cluster(const Row& row, int rank) { return row.first_rank + rank; }
+#else
+template <class L>
+DEVICE const Row& at_end(const Row& row, u32) {
+  return row;
+}
+
+DEVICE int rank_in_cluster(const Row&, int rank) { return rank; }
+#endif
+
 
 // Row `item` of all tokens and tiles, for CTAs that take one row after the other.
 DEVICE Row row_at(const Params& p, int item) {

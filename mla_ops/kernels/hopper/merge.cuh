@@ -44,6 +44,9 @@ DEVICE bool by_halves(const Params& p, const Row& row) {
 
 // CTAs that share a row's keys by the launch's shape are `splits`; by its length each has a part alone.
 DEVICE int by_splits(const Params& p, const Row& row, int number) {
+#if SHARES_CLUSTERS
+  return static_cast<int>((number + 0.5f) * row.inverse);
+#endif
   return in_cluster(row) ? divide(number, p.of_splits) : number;
 }
 
@@ -60,19 +63,19 @@ DEVICE int packets_of(const Params& p, const Row& row) {
 
 // Once this warp needs nothing any more that lies where states and packets go.
 DEVICE void open_to_peers(const Row& row) {
-  if (row.splits == 1) return;
+  if (is_alone(row)) return;
   fence_async_shared();
   cluster_arrive();
 }
 
 DEVICE void await_peers(const Row& row) {
-  if (row.splits > 1) cluster_wait();
+  if (SHARES_CLUSTERS || row.splits > 1) cluster_wait();
 }
 
 // Warps that have done their part call this; one of those that gather tells how much the others will get.
 template <class L>
 DEVICE void stand_by(const Params& p, const Row& row, u32 shared, bool gathers, int thread) {
-  if (row.splits == 1) return;
+  if (is_alone(row)) return;
   if (gathers && thread == 0) {
     const int packets = (row.splits - 1) * packets_of<L>(p, row);
     mbarrier_arrive_expect(shared + L::STATES_FULL, row.splits * L::HEADS * 8);
@@ -87,10 +90,10 @@ DEVICE void stand_by(const Params& p, const Row& row, u32 shared, bool gathers, 
 template <class L>
 DEVICE void send_state(const Row& row, u32 shared, int part, int head, float sum, float reference) {
   const u32 place = L::End::STATES + (row.rank * L::HEADS + head) * 8;
-  if (row.splits == 1) {
+  if (is_alone(row)) {
     store_shared_float2(shared + place, sum, reference);
   } else {
-    const u32 peer = peer_address(shared, part);
+    const u32 peer = peer_address(shared, rank_in_cluster(row, part));
     send_float2(peer + place, peer + L::STATES_FULL, sum, reference);
   }
 }
@@ -108,14 +111,15 @@ DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, 
 #pragma unroll
   for (int u = 0; u < P::OF_A_WARP; ++u) {
     // (packet / splits * splits + own) packets from the first
-    const u32 to = in_cluster(row) ? peer_address(place - rank * P::BYTES, rank) : place;
+    const int peer = rank_in_cluster(row, rank);
+    const u32 to = in_cluster(row) ? peer_address(place - rank * P::BYTES, peer) : place;
     const int first = u * P::WORDS;
 #pragma unroll
     for (int w = 0; w < P::WORDS; w += P::UNIT)
       if constexpr (P::UNIT == 2)
-        send_8_unless(rank == own, to, peer_address(barrier, rank), word_of(first), word_of(first + 1));
+        send_8_unless(rank == own, to, peer_address(barrier, peer), word_of(first), word_of(first + 1));
       else
-        send_16_unless(rank == own, to + w * 128, peer_address(barrier, rank), word_of(first + w),
+        send_16_unless(rank == own, to + w * 128, peer_address(barrier, peer), word_of(first + w),
                        word_of(first + w + 1), word_of(first + w + 2), word_of(first + w + 3));
     place += 8 * P::BYTES;
     rank = min(static_cast<u32>(rank + step), static_cast<u32>(rank + step - splits));
@@ -153,7 +157,7 @@ template <class L, bool TELLS_TYPE = false, class Await>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread, bool tells, Await await_states) {
   using E = typename L::End;
   constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;
-  if (row.splits == 1) named_barrier<SCORE_BARRIER, 128>();
+  if (is_alone(row)) named_barrier<SCORE_BARRIER, 128>();
   const int head = thread / LANES, own = thread % LANES, global_head = row.tile * L::HEADS + head;
   if (LANES * L::HEADS < 128 && head >= L::HEADS) return;  // a tile of 24 heads leaves one warp without work
   const bool there = global_head < p.num_heads;
@@ -192,7 +196,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
 template <class L, bool TELLS_TYPE = false>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread) {
   weigh_parts<L, TELLS_TYPE>(p, row, shared, thread, row.rank == 0, [&]() {
-    if (row.splits > 1) mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
+    if (SHARES_CLUSTERS || row.splits > 1) mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
     return true;
   });
 }
@@ -467,12 +471,13 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
 // This CTA's share of the result, if it is in packets. In WIDER clusters code of its own adds packets that are all float16:
 // it has half of the other's instructions.
 template <class L, int WARPS = 12, bool WIDER = false>
-DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+DEVICE void finish(const Params& p, const Row& begun, u32 shared, int warp, int lane) {
   using P = typename L::Packet;
   // This CTA's factors, and those packets that did not have to go far. Callers do not arrive for themselves: ptxas let
   // lane 0 come behind the others then, who had changed the warp's uniform registers.
   __syncwarp();
   warp_arrive(shared + L::OWN_FULL, lane);
+  const Row& row = at_end<L>(begun, shared);
   if (by_halves<L, Launch::CLUSTERS, WIDER>(p, row)) return;
   Target to = target_of_cluster<L>(p, row);
   int packets = packets_of<L>(p, row), splits = row.splits;

@@ -515,12 +515,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           leave_lse(p, row, global_head, row.part, lse, bfloat16 ? -1.f / R::FACTOR : 1.f / R::FACTOR);
         return 0;
       }
+      Row own = at_end<L>(row, shared);
       await_peers(row);
-      Row own = row;
-      own.rank = rank_here(row);
+      if (!SHARES_CLUSTERS) own.rank = rank_here(row);
       constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
-      for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
+      for (int part = worker / HEADS; part < own.splits; part += AT_ONCE)
         if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
       weigh_parts<L, WIDER>(p, own, shared, worker);

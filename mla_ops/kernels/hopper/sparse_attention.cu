@@ -27,7 +27,7 @@ DEVICE void attend(const Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  Row row = PERSISTENT ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p);
+  Row row = PERSISTENT ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p, shared + L::RANKS + 8);
   if (row.token >= end_of_tokens<LAUNCH>(p)) {
     wait_for_prerequisites();
     return;
@@ -91,6 +91,9 @@ DEVICE void attend(const Params& p) {
       fence_barrier_init();
     }
   if (BALANCED && HEADS == 64 && threadIdx.x == 0) store_shared_4(shared + L::ROUGH, 0);
+#if SHARES_CLUSTERS
+  if (threadIdx.x == 0) keep_ranks(row, shared + L::RANKS);
+#endif
   __syncthreads();
   if (LAUNCH == Launch::SHARES) open_meeting(p);
 
@@ -220,7 +223,7 @@ DEVICE void attend(const Params& p) {
       do {
         score_rest<HEADS, FORMAT, LAUNCH, FOR_FEW, LOWERS>(row, shared, thread, at);
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
-      if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
+      if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, at_end<L>(row, shared), shared, false, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
       return;
     }
@@ -229,7 +232,7 @@ DEVICE void attend(const Params& p) {
         add_up_cuts<L, VALUES_BARRIER, L::COLUMNS - L::QUERY>(p, shared, shared + L::QUERY,
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS && !leaves_units<HEADS>(row)) {
-      row.rank = rank_here(row);
+      if (!SHARES_CLUSTERS) row.rank = rank_here(row);
       finish<L, 12, WIDER>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
@@ -268,7 +271,7 @@ DEVICE void attend(const Params& p) {
       }
     }
     if (!FOR_FEW || !empty) {
-      if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
+      if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, at_end<L>(row, shared), shared, true, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, true, thread);
       if (LAUNCH == Launch::SHARES) await_opened(p);
       if constexpr (LAUNCH == Launch::GROUPS) carry<L>(p, row, shared, warp, lane);
@@ -279,7 +282,7 @@ DEVICE void attend(const Params& p) {
   // Behind all roles, since each of them gets its code from memory: where these 200 instructions lay in front of one, live rows
   // of 8 x 64 took 1.04.
   if constexpr (FOR_FEW)
-    if (empty) end_empty_share<HEADS, FORMAT, LAUNCH>(p, row, shared);
+    if (empty) end_empty_share<HEADS, FORMAT, LAUNCH>(p, at_end<L>(row, shared), shared);
 }
 
 // Attends to rows as the shape says. YIELDS: unless another launch has shared the tokens evenly.
@@ -343,7 +346,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_clusters(const __grid_constant__ Params p) {
-  if (BY_LENGTH) prefetch_code<128>();
+  if (BY_LENGTH || SHARES_CLUSTERS) prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64), is_for_few(HEADS, FORMAT)>(p);

@@ -34,6 +34,7 @@ struct PlainLayout {
   static constexpr int LIST = LIVE + STAGES * 16;        // keys that each warp of the gather brings next
   static constexpr int TURN = LIST + 4 * LIST_WORDS * 4;
   static constexpr int INTERVAL = (TURN + 4 + 7) / 8 * 8;
+  static constexpr int RANKS = INTERVAL;  // a CTA's place among those of its row, where rows share clusters
   static constexpr int SUMS = (INTERVAL + 16 + 15) / 16 * 16;  // float [4, HEADS]: of each warp of scores
   static constexpr int FULL = SUMS + (BALANCED ? HEADS * 16 : 0);  // two a stage, of parts by dims: the second has dims 256 to 512
   static constexpr int FREE = FULL + STAGES * 16;      // two a stage, of halves of the keys
@@ -240,12 +241,13 @@ DEVICE bool takes_no_turn(u32 shared) {
 }
 
 template <class L>
-DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) {
+DEVICE void score_tile(const Params& p, const Row& begun, u32 shared, int thread) {
   constexpr int HEADS = L::HEADS;
   const int warp = thread >> 5, lane = thread & 31;
   float sums[HEADS / 4];
   Stage at{0, 0, 0};
   score_turns<L>(p, shared, shared + L::QUERY, sums, at, thread);
+  const Row& row = at_end<L>(begun, shared);
   open_to_peers(row);
   const u32 place = shared + L::End::SUMS;  // queries have had their last product
   store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
@@ -354,13 +356,14 @@ DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, i
 }
 
 template <class L>
-DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, int thread) {
+DEVICE void add_values(const Params& p, const Row& begun, u32 shared, int half, int thread) {
   constexpr int N = L::HEADS / 2;
   const int warp = thread >> 5, lane = thread & 31;
   float o[PIECES][N];
   Stage at{0, 0, 0};
   add_turns<L>(o, shared, at, half, thread);
-  if (row.splits == 1) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of tiles
+  const Row& row = at_end<L>(begun, shared);
+  if (is_alone(row)) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of tiles
   open_to_peers(row);
   await_peers(row);
   named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
@@ -434,7 +437,7 @@ DEVICE void attend(const Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  const Row row = L::BALANCED ? first_row<Launch::BALANCED>(p, shared + L::INTERVAL) : this_row(p);
+  const Row row = L::BALANCED ? first_row<Launch::BALANCED>(p, shared + L::INTERVAL) : this_row(p, shared + L::RANKS + 8);
   if (row.token >= (L::BALANCED ? p.all_tokens : p.num_tokens)) {
     wait_for_prerequisites();
     return;
@@ -462,6 +465,9 @@ DEVICE void attend(const Params& p) {
       mbarrier_init(shared + L::FACTORS_FREE, 8 * ARRIVALS_OF_A_WARP);
     }
     fence_barrier_init();
+#if SHARES_CLUSTERS
+    keep_ranks(row, shared + L::RANKS);
+#endif
   }
   __syncthreads();
   if (warpgroup < 3) {  // in machine code behind the gather, as in `sparse_attention.cu`
@@ -471,7 +477,7 @@ DEVICE void attend(const Params& p) {
   fewer_registers<L::GATHER_REGISTERS>();
   launch_dependents();
   copy_keys<L>(p, row, shared, stream, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
-  if (!L::BALANCED) stand_by<L>(p, row, shared, true, thread);
+  if (!L::BALANCED) stand_by<L>(p, at_end<L>(row, shared), shared, true, thread);
   wait_for_prerequisites();
 }
 

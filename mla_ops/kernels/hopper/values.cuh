@@ -363,6 +363,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     }
   } else {
     const bool alone = LAUNCH == Launch::CLUSTERS && leaves_units<HEADS>(row);
+    const Row& own = at_end<L>(row, shared);
     if (LAUNCH == Launch::CLUSTERS && !alone) {
       if (!in_cluster(row)) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of keys
       if (!open) open_to_peers(row);
@@ -403,7 +404,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     if constexpr (LAUNCH == Launch::GROUPS)
       leave_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
     else
-      send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
+      send_packets<L>(p, own, shared, half * 4 + warp, lane, word_of);
   }
   return 0;
 }

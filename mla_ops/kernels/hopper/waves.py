@@ -8,6 +8,7 @@ that a launch of the same call makes may be among them.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from .launch import (
     Clusters,
     Group,
     KeyFormat,
+    Packing,
     Shape,
     clusters_at_once,
     exchange_of_shares,
@@ -35,6 +37,7 @@ from .launch import (
     leaves_units,
     tiles_for,
 )
+from .packed import packed_clusters
 from .params import CacheParams
 
 
@@ -51,19 +54,21 @@ class Forced(NamedTuple):
     waves: tuple[Wave, ...] = ()
     evenly: bool = False
     by_length: bool = False
+    packed: bool = False
 
 
 _forced: ContextVar[Forced] = ContextVar("mla_ops forced waves", default=Forced())  # noqa: B039 - it is a tuple
 
 
 @contextlib.contextmanager
-def override(*waves: Wave, evenly: bool = False, by_length: bool = False) -> Iterator[None]:
+def override(*waves: Wave, evenly: bool = False, by_length: bool = False, packed: bool = False) -> Iterator[None]:
     """Calls inside the block are these launches, whatever `choose` would take: for measurements and tests.
 
     Args:
         waves: the launches; none for those that `choose` takes.
         evenly: their rows are shared evenly, whatever their lengths are; else they never are.
         by_length: each row of the only wave has as many CTAs as its length asks for; else none has.
+        packed: rows of 16 heads, of one wave, share clusters wherever that shortens the call; else they never do.
 
     The block is this thread's, or this asyncio task's, as that of `dispatch.override`.
 
@@ -74,7 +79,7 @@ def override(*waves: Wave, evenly: bool = False, by_length: bool = False) -> Ite
     for wave in waves[:-1]:
         if isinstance(wave.shape, Group):
             raise ValueError(f"waves.override: only the last wave may be of groups, got {wave} before {waves[-1]}")
-    token = _forced.set(Forced(waves, evenly, by_length))
+    token = _forced.set(Forced(waves, evenly, by_length, packed))
     try:
         yield
     finally:
@@ -146,6 +151,14 @@ def _forced_by_length(
     return Wave(num_tokens, chosen), by_length
 
 
+def _forced_packing(keys: KeyFormat, num_tokens: int, device_index: int) -> tuple[list[Wave], Packing]:
+    """The only wave of a call whose rows share clusters whenever that shortens it, and how they do."""
+    found = packed_clusters(num_tokens, clusters_at_once(keys, 16, device_index))
+    if found is None:
+        raise ValueError(f"waves.override: {num_tokens} tokens do not share clusters")
+    return [Wave(num_tokens, found[0])], found[1]._replace(margin=-math.inf)
+
+
 def _exchange_of_even_shares(balance: Balance, first: Wave, num_heads: int, device: torch.device) -> torch.Tensor:
     """Memory of a call whose rows may be shared evenly; enough for what its first wave exchanges as a group."""
     tile = balance.tile or first.shape.tile
@@ -189,6 +202,7 @@ def launch_waves(
     lse: torch.Tensor,
     balance: Balance | None = None,
     by_length: ByLength | None = None,
+    packing: Packing | None = None,
     deterministic: bool = False,
 ) -> None:
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last.
@@ -208,6 +222,9 @@ def launch_waves(
     elif wanted.by_length:
         wave, by_length = _forced_by_length(keys, waves[0].shape, all_tokens, num_heads, q.device.index)
         waves = [wave]
+    elif wanted.packed:
+        waves, packing = _forced_packing(keys, all_tokens, q.device.index)
+        balance = by_length = None
     exchange = balanced = None
     if balance is not None:
         exchange = _exchange_of_even_shares(balance, waves[0], num_heads, q.device)
@@ -249,6 +266,7 @@ def launch_waves(
             exchange=own_exchange,
             takes_either_way=balance is not None and before == 0 and not balance.tile,
             by_length=by_length,
+            packing=packing,
             deterministic=deterministic,
         )
         if own_parts is not None:
