@@ -39,19 +39,38 @@ def decode(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat((e4m3_table().to(rows.device)[rows[:, :512].long()] * scales, rope), dim=1)
 
 
-def float16_operands(rows: torch.Tensor) -> torch.Tensor:
+def to_float16(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to float16's mantissa; exponents are float64's."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
+
+
+def round_latents(latents: torch.Tensor, binades: torch.Tensor, group: int) -> torch.Tensor:
+    """Values of e4m3 as they are once those of a group were divided by `2**binades` and became e4m3 again."""
+    steps = torch.ldexp(torch.full_like(binades, 2.0**-9, dtype=torch.float64), binades)  # e4m3's smallest number
+    steps = steps.repeat_interleave(group, dim=-1)
+    return torch.where(steps > 2.0**-9, (latents / steps).round() * steps, latents)
+
+
+def held_binades(binades: torch.Tensor) -> torch.Tensor:
+    """The same, of keys whose groups are divided by up to 2**5 each; 0 of those that float16 does not hold even so."""
+    binades = binades.clamp(min=0)
+    return torch.where((binades <= 5).all(-1, keepdim=True), binades, 0)
+
+
+def float16_operands(rows: torch.Tensor, divides: bool = False) -> torch.Tensor:
     """Keys of fp8_ds_mla as operands of tensor cores: e4m3 times float16 of the scale, rounded to float16.
 
-    Exponents are float64's, since kernels keep a power of two apart where float16's do not reach.
+    Exponents are float64's, since kernels keep a power of two apart where float16's do not reach. `divides`: e4m3 of
+    groups whose scales lie below 2**-22 even so are divided.
     """
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        mantissa, exponent = torch.frexp(x)
-        return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
-
     scales = rows[:, 512:528].contiguous().view(torch.float32).double()
-    latent = rounded(e4m3_table().to(rows.device)[rows[:, :512].long()] * rounded(scales).repeat_interleave(128, dim=1))
-    return torch.cat((latent, rows[:, 528:].contiguous().view(torch.bfloat16).double()), dim=1)
+    latents = e4m3_table().to(rows.device)[rows[:, :512].long()]
+    if divides:
+        exponents = torch.frexp(scales / powers_apart(rows)[:, None]).exponent - 1
+        latents = round_latents(latents, held_binades(torch.where(scales > 0, -22 - exponents, 0)), 128)
+    latents = to_float16(latents * to_float16(scales).repeat_interleave(128, dim=1))
+    return torch.cat((latents, rows[:, 528:].contiguous().view(torch.bfloat16).double()), dim=1)
 
 
 def powers_apart(rows: torch.Tensor) -> torch.Tensor:
@@ -63,12 +82,16 @@ def powers_apart(rows: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent)
 
 
-def v4_powers_apart(exponents: torch.Tensor) -> torch.Tensor:
-    """The same for keys of fp8_ds_mla_v4, `[..., 7]` exponents with a bias of 127."""
+def v4_powers_apart(exponents: torch.Tensor, divides: bool = False) -> torch.Tensor:
+    """The power apart of keys of fp8_ds_mla_v4, `[..., 7]` exponents with a bias of 127.
+
+    Where a launch divides e4m3 of groups with small scales, such a key's largest scale becomes larger.
+    """
     largest, least = exponents.amax(-1).long(), exponents.amin(-1).long()
     fits = (largest >= 110) & (largest <= 122) & (least >= 105)
     exponent = torch.where(fits, 0, (largest - 120).clamp(-60, 40))
-    exponent = torch.where(least - exponent < 105, (largest - 125).clamp(-60, 40), exponent)
+    if divides:
+        exponent = torch.where(least - exponent < 105, (largest - 125).clamp(-60, 40), exponent)
     return torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent)
 
 
@@ -81,15 +104,29 @@ def v4_planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data, cache.as_strided((num_blocks, page, 8), (stride, 8, 1), cache.storage_offset() + 576 * page)
 
 
+def v4_keys(latents: torch.Tensor, data: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Keys of fp8_ds_mla_v4 from values of e4m3, `[..., 448]`, the bytes of their rows and their scales' exponents."""
+    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64)
+    latents = latents * powers.to(data.device)[exponents.long()].repeat_interleave(64, dim=-1)
+    return torch.cat((latents, data[..., 448:].contiguous().view(torch.bfloat16).double()), dim=-1)
+
+
 def decode_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
     """All keys of a paged cache to float64, `[blocks, block_size, head_dim]`."""
     if cache_format != "fp8_ds_mla_v4":
         return decode(cache.reshape(-1, cache.shape[2])).unflatten(0, cache.shape[:2])
     data, scales = v4_planes(cache)
-    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64)
-    latent = e4m3_table().to(cache.device)[data[..., :448].long()]
-    latent = latent * powers.to(cache.device)[scales[..., :7].long()].repeat_interleave(64, dim=-1)
-    return torch.cat((latent, data[..., 448:].contiguous().view(torch.bfloat16).double()), dim=-1)
+    return v4_keys(e4m3_table().to(cache.device)[data[..., :448].long()], data, scales[..., :7])
+
+
+def v4_divided_operands(cache: torch.Tensor) -> torch.Tensor:
+    """Keys of fp8_ds_mla_v4 as operands where a launch divides e4m3 of groups with exponents below 105."""
+    data, scales = v4_planes(cache)
+    exponents = scales[..., :7]
+    left = exponents.long() - torch.log2(v4_powers_apart(exponents, divides=True)).long()[..., None]
+    latents = e4m3_table().to(cache.device)[data[..., :448].long()]
+    latents = round_latents(latents, held_binades(torch.where(exponents > 0, 105 - left, 6)), 64)
+    return v4_keys(latents, data, exponents)
 
 
 def valid_slots(
@@ -112,13 +149,18 @@ def valid_slots(
 
 @dataclass
 class Source:
-    """A cache `[blocks, block_size, ...]`, its format ('' for plain rows), and what chooses among its keys."""
+    """A cache `[blocks, block_size, ...]`, its format ('' for plain rows), and what chooses among its keys.
+
+    `divides`: whether the launch divides e4m3 of groups that lie far below their key's largest, as Hopper kernels of
+    one CTA a row do (`LOWERS` in sparse_attention.cu, `attention_inputs.divides_groups`).
+    """
 
     cache: torch.Tensor
     cache_format: str
     indices: torch.Tensor
     topk_length: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+    divides: bool = False
 
     def __post_init__(self) -> None:
         self.keys = decode_cache(self.cache, self.cache_format)
@@ -126,10 +168,13 @@ class Source:
         self.powers = torch.ones(self.keys.shape[:2], dtype=torch.float64, device=self.keys.device)
         self.quantized = self.cache.dtype == torch.uint8
         if self.cache_format == "fp8_ds_mla_v4":
-            self.powers = v4_powers_apart(v4_planes(self.cache)[1][..., :7])
+            exponents = v4_planes(self.cache)[1][..., :7]
+            self.powers = v4_powers_apart(exponents, self.divides)
+            if self.divides:
+                self.operands = v4_divided_operands(self.cache)
         elif self.quantized:
             rows = self.cache.reshape(-1, self.cache.shape[2]).contiguous()
-            self.operands = float16_operands(rows).unflatten(0, self.cache.shape[:2])
+            self.operands = float16_operands(rows, self.divides).unflatten(0, self.cache.shape[:2])
             self.powers = powers_apart(rows).unflatten(0, self.cache.shape[:2])
 
     def chosen(self, token: int, request: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -170,13 +215,14 @@ def attention(
     tokens: list[int] | None = None,
     cache_format: str = "",
     extra: Source | None = None,
+    divides: bool = False,
 ) -> Expected:
     """Attention and its bounds.
 
     `cache` is `[blocks, block_size, width]`; `cache_format` matters where it does not lie row by row; `extra` is a
     second cache in the same softmax. `operand` is what probabilities are rounded to, None if to nothing. Where it is
-    not None, tensor cores multiply: they have keys of fp8_ds_mla as `float16_operands` rounds them, and weights of
-    quantised keys as float16, times `powers_apart`.
+    not None, tensor cores multiply: they have keys of quantised formats as `Source.operands` rounds them, and weights
+    of these keys as float16, times `Source.powers`. `divides` is that of `Source`, for `cache`.
 
     The bounds, with d the key width, n the number of keys, |.| elementwise:
     a score s = scale * sum q_i k_i is off by at most e_s = (d + 4) * ACCUMULATE * scale * sum |q_i k_i|, plus what the
@@ -189,59 +235,68 @@ def attention(
     the values (and of 0, with a sink). A finite sink is one more exponential, of an argument as large as it is. Last
     comes the rounding of the output.
     """
-    unit = UNIT[operand] if operand is not None else 0.0
-    result = Expected(tokens if tokens is not None else list(range(q.shape[0])), *(torch.empty(0) for _ in range(4)))
-    outs, lses, out_tolerances, lse_tolerances = [], [], [], []
-    sources = [Source(cache, cache_format, indices, topk_length, block_table)]
+    tokens = tokens if tokens is not None else list(range(q.shape[0]))
+    sources = [Source(cache, cache_format, indices, topk_length, block_table, divides)]
     sources += [extra] if extra is not None else []
-    for token in result.tokens:
+    found = []
+    for token in tokens:
         request = None if req_id_per_token is None else int(req_id_per_token[token])
-        chosen = [source.chosen(token, request) for source in sources]
-        keys, operands, powers = (torch.cat(parts) for parts in zip(*chosen, strict=True))
-        rounding = operands - keys if operand is not None else torch.zeros_like(keys)
-        num_heads = q.shape[1]
-        if not len(keys):
-            outs.append(q.new_zeros(num_heads, 512, dtype=torch.float64))
-            lses.append(q.new_full((num_heads,), -math.inf, dtype=torch.float64))
-            out_tolerances.append(torch.zeros_like(outs[-1]))
-            lse_tolerances.append(torch.zeros_like(lses[-1]))
-            continue
-        queries = q[token].double()
-        scores = queries @ keys.T * scale
-        error = (keys.shape[1] + 4) * ACCUMULATE * abs(scale) * (queries.abs() @ keys.abs().T)
-        error = (error + FUNCTION * (scores.abs() + 1) + (queries @ rounding.T * scale).abs()).amax(1)
-        logits = scores
-        if attn_sink is not None:
-            logits = torch.cat((scores, attn_sink.double()[:, None]), dim=1)
-        top = logits.amax(1, keepdim=True).clamp(max=1e300)
-        logarithms = logits - top - torch.logsumexp(logits - top, 1, keepdim=True)  # also where weights underflow
-        if attn_sink is not None:
-            logarithms = torch.where((attn_sink == math.inf)[:, None], -math.inf, logarithms)[:, :-1]
-        weights = logarithms.exp()
-        n = len(keys) * ACCUMULATE
-        out = weights @ keys[:, :512]
-        relative = torch.full_like(error, unit + 2 * n + 4 * FUNCTION)
-        e = (2 * error).clamp(max=1e300)
-        off = (logarithms + (e + (-torch.expm1(-e)).log())[:, None]).clamp(max=0.0).exp()
-        if attn_sink is not None:
-            relative = relative + FUNCTION * attn_sink.double().abs().nan_to_num(0.0, 0.0)
-        outs.append(out)
-        lses.append(torch.logsumexp(scores, 1))
-        own = weights @ keys[:, :512].abs() * relative[:, None] + off @ keys[:, :512].abs()
-        own = own + weights @ rounding[:, :512].abs()
-        values = keys[:, :512] if attn_sink is None else torch.cat((keys[:, :512], torch.zeros_like(keys[:1, :512])))
-        mean = values.amax(0) - values.amin(0) + relative[:, None] * values.abs().amax(0)
-        own = torch.fmin(own, mean + rounding[:, :512].abs().amax(0))
-        if operand is not None and any(source.quantized for source in sources):
-            own = own + FLOAT16_WEIGHT * ((weights * powers).amax(1, keepdim=True) / powers) @ keys[:, :512].abs()
-        # numbers that underflow in float32 or in the output's type are lost
-        floor = 2.0**-126 * keys.abs().amax() + (2.0**-25 if q.dtype == torch.float16 else 2.0**-134)
-        out_tolerances.append(own + UNIT[q.dtype] * (out.abs() + own) + floor)
-        lse_tolerances.append(error + n + 2 * FUNCTION * lses[-1].abs())
-    if outs:
-        result.out, result.lse = torch.stack(outs), torch.stack(lses)
-        result.out_tolerance, result.lse_tolerance = torch.stack(out_tolerances), torch.stack(lse_tolerances)
-    return result
+        found.append(attend(q[token], sources, token, request, scale, attn_sink, operand))
+    results = (torch.stack(parts) for parts in zip(*found, strict=True)) if found else [torch.empty(0)] * 4
+    return Expected(tokens, *results)
+
+
+def attend(
+    query: torch.Tensor,
+    sources: list[Source],
+    token: int,
+    request: int | None,
+    scale: float,
+    attn_sink: torch.Tensor | None,
+    operand: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token's out and lse, and the bounds of each, as `attention` derives them. `query`: `[num_heads, width]`."""
+    chosen = [source.chosen(token, request) for source in sources]
+    keys, operands, powers = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+    if not len(keys):
+        out = query.new_zeros(len(query), 512, dtype=torch.float64)
+        lse = query.new_full((len(query),), -math.inf, dtype=torch.float64)
+        return out, lse, torch.zeros_like(out), torch.zeros_like(lse)
+    rounding = operands - keys if operand is not None else torch.zeros_like(keys)
+    queries = query.double()
+    scores = queries @ keys.T * scale
+    error = (keys.shape[1] + 4) * ACCUMULATE * abs(scale) * (queries.abs() @ keys.abs().T)
+    error = (error + FUNCTION * (scores.abs() + 1) + (queries @ rounding.T * scale).abs()).amax(1)
+    logarithms = log_weights(scores, attn_sink)
+    weights, values, n = logarithms.exp(), keys[:, :512], len(keys) * ACCUMULATE
+    out, lse = weights @ values, torch.logsumexp(scores, 1)
+    relative = torch.full_like(error, (UNIT[operand] if operand is not None else 0.0) + 2 * n + 4 * FUNCTION)
+    if attn_sink is not None:
+        relative = relative + FUNCTION * attn_sink.double().abs().nan_to_num(0.0, 0.0)
+    e = (2 * error).clamp(max=1e300)
+    off = (logarithms + (e + (-torch.expm1(-e)).log())[:, None]).clamp(max=0.0).exp()
+    own = weights @ values.abs() * relative[:, None] + off @ values.abs()
+    own = own + weights @ rounding[:, :512].abs()
+    means = values if attn_sink is None else torch.cat((values, torch.zeros_like(values[:1])))
+    mean = means.amax(0) - means.amin(0) + relative[:, None] * means.abs().amax(0)
+    own = torch.fmin(own, mean + rounding[:, :512].abs().amax(0))
+    if operand is not None and any(source.quantized for source in sources):
+        own = own + FLOAT16_WEIGHT * ((weights * powers).amax(1, keepdim=True) / powers) @ values.abs()
+    # numbers that underflow in float32 or in the output's type are lost
+    floor = 2.0**-126 * keys.abs().amax() + (2.0**-25 if query.dtype == torch.float16 else 2.0**-134)
+    return out, lse, own + UNIT[query.dtype] * (out.abs() + own) + floor, error + n + 2 * FUNCTION * lse.abs()
+
+
+def log_weights(scores: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
+    """Logarithms of the probabilities of scores `[num_heads, n]`, also where these underflow."""
+    logits = scores
+    if attn_sink is not None:
+        logits = torch.cat((scores, attn_sink.double()[:, None]), dim=1)
+    top = logits.amax(1, keepdim=True).clamp(max=1e300)
+    logarithms = logits - top - torch.logsumexp(logits - top, 1, keepdim=True)
+    if attn_sink is None:
+        return logarithms
+    return torch.where((attn_sink == math.inf)[:, None], -math.inf, logarithms)[:, :-1]
 
 
 def assert_close(out: torch.Tensor, lse: torch.Tensor, expected: Expected) -> None:

@@ -99,7 +99,7 @@ CASES = {
 def attend(case: Case, tool: str) -> None:
     """Rows with dead keys, and one without keys between them. The CPU makes them: the tool shall see our kernels."""
     import torch
-    from attention_inputs import SCALE, filled_cache, queries, some_indices
+    from attention_inputs import SCALE, divides_groups, filled_cache, queries, some_indices
     from attention_oracle import assert_close, attention
 
     from mla_ops.formats import planar_views
@@ -119,9 +119,7 @@ def attend(case: Case, tool: str) -> None:
         if case.wide:
             indices[0, 3] = 5
         lengths = torch.tensor([topk, 0, topk * 7 // 10], dtype=torch.int32)
-        expected = attention(
-            q, cache, indices, SCALE, topk_length=lengths, operand=torch.bfloat16, cache_format=cache_format
-        )
+        options = {"topk_length": lengths, "operand": torch.bfloat16, "cache_format": cache_format}
         names = set()
         for at_once in (1, 1000):  # CTAs or clusters of the device: which kernel it is, and how many rows one takes
             shape = launch.Clusters(case.tile, case.splits, shares=case.shares, bits_of=case.bits_of)
@@ -145,6 +143,7 @@ def attend(case: Case, tool: str) -> None:
                     out=out,
                     lse=lse,
                 )
+            expected = attention(q, cache, indices, SCALE, divides=divides_groups([kernel.name]), **options)
             assert_close(out.cpu(), lse.cpu(), expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Iterator
@@ -10,7 +11,16 @@ from typing import Any
 import attention_oracle
 import pytest
 import torch
-from attention_inputs import SCALE, filled_cache, operand, queries, rows_with_wide_scales, some_indices
+from attention_inputs import (
+    SCALE,
+    divides_groups,
+    filled_cache,
+    launched_kernels,
+    operand,
+    queries,
+    rows_with_wide_scales,
+    some_indices,
+)
 
 from mla_ops.kernels.hopper import groups, launch, sources, sparse_attention, waves
 from mla_ops.kernels.hopper.launch import KERNELS, Clusters, Group, Shape
@@ -27,17 +37,26 @@ def hopper() -> None:
 
 
 class Call:
-    """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold."""
+    """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold.
+
+    `power`: that of `rows_with_wide_scales`.
+    """
 
     def __init__(
-        self, cache_format: str, width: int, num_tokens: int, num_heads: int, deterministic: bool = False
+        self,
+        cache_format: str,
+        width: int,
+        num_tokens: int,
+        num_heads: int,
+        deterministic: bool = False,
+        power: int = -26,
     ) -> None:
         device, self.cache_format, self.deterministic = torch.device("cuda"), cache_format, deterministic
         if cache_format == "bf16":
             self.cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
             self.indices = some_indices(num_tokens, 1100, 64 * 64, device)
         else:
-            self.cache, self.indices = rows_with_wide_scales(cache_format, -26, num_tokens, 1100, device)
+            self.cache, self.indices = rows_with_wide_scales(cache_format, power, num_tokens, 1100, device)
         self.q = queries(num_tokens, num_heads, torch.bfloat16, device, width)
         lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
         lengths = lengths.repeat(-(-num_tokens // len(lengths)))[:num_tokens]
@@ -70,28 +89,41 @@ class Call:
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.out.clone(), self.lse.clone()
 
-    def check(self, shapes: Iterator[Shape]) -> None:
-        expected = attention_oracle.attention(
+    def expected(self, divides: bool) -> attention_oracle.Expected:
+        return attention_oracle.attention(
             self.q,
             self.cache,
             self.indices,
             SCALE,
             operand=operand("hopper", self.cache_format, self.q.dtype),
             cache_format=self.cache_format,
+            divides=divides,
             **self.options,
         )
+
+    def check(self, shapes: Iterator[Shape]) -> None:
+        expected = functools.cache(self.expected)
         for shape in shapes:
-            self.attend(shape)
-            attention_oracle.assert_close(self.out, self.lse, expected)
+            with launched_kernels() as kernels:
+                self.attend(shape)
+            attention_oracle.assert_close(self.out, self.lse, expected(divides_groups(kernels)))
 
 
 @pytest.mark.parametrize(
-    ("cache_format", "width", "tile"), [(*key, tile) for key, keys in KERNELS.items() for tile in keys.tiles]
+    ("cache_format", "width", "tile", "power"),
+    [
+        (*key, tile, power)
+        for key, keys in KERNELS.items()
+        for tile in keys.tiles
+        for power in ((-26, 12) if keys.quantized else (0,))
+    ],
 )
-def test_clusters_of_every_size(cache_format: str, width: int, tile: int) -> None:
+def test_clusters_of_every_size(cache_format: str, width: int, tile: int, power: int) -> None:
+    """Groups of a key that are 2^24 apart are divided in rows of one CTA; in others, such keys are wide."""
     at_once = launch.clusters_at_once(KERNELS[cache_format, width], tile, 0)
     sizes = (splits for splits, count in zip(launch.SPLITS, at_once, strict=True) if count)
-    Call(cache_format, width, 9, 2 * tile - 3).check(Clusters(tile, splits) for splits in sizes)
+    call = Call(cache_format, width, 9, 2 * tile - 3, power=power)
+    call.check(Clusters(tile, splits) for splits in sizes)
 
 
 @pytest.mark.parametrize("num_tokens", [9, 50])

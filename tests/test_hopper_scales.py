@@ -31,11 +31,16 @@ def power_of(undo: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", undo << 16))[0])
 
 
-def taken_of_fp8(library: ctypes.CDLL, scales: list[float]) -> tuple[bool, bool, float, list[float]]:
-    """Whether a turn has to look at the key, whether float16 does not hold it, 2^-taken, scales that are left."""
+def taken_of_fp8(
+    library: ctypes.CDLL, scales: list[float], lowers: bool = True
+) -> tuple[bool, bool, float, list[float]]:
+    """Whether a turn has to look at the key, whether float16 does not hold it, 2^-taken, scales that are left.
+
+    `lowers`: where a launch divides e4m3 of groups with small scales.
+    """
     words = (ctypes.c_uint32 * 4)(*struct.unpack("<4I", struct.pack("<4f", *scales)))
     undo = ctypes.c_uint32()
-    flags = library.take_out_fp8(words, ctypes.byref(undo))
+    flags = library.take_out_fp8(words, ctypes.byref(undo), ctypes.c_bool(lowers))
     return bool(flags & 1), bool(flags & 2), power_of(undo.value), list(struct.unpack("<4f", bytes(words)))
 
 
@@ -46,11 +51,18 @@ def raised_of_fp8(library: ctypes.CDLL, scales: list[float]) -> tuple[list[int],
     return [exponents >> 4 * group & 15 for group in range(4)], list(struct.unpack("<4f", bytes(words)))
 
 
-def taken_of_v4(library: ctypes.CDLL, scales: list[int]) -> tuple[bool, bool, float, list[int]]:
+def taken_of_v4(library: ctypes.CDLL, scales: list[int], lowers: bool = True) -> tuple[bool, bool, float, list[int]]:
+    """The same for seven exponents with a bias of 127."""
     words = (ctypes.c_uint32 * 2)(*struct.unpack("<2I", bytes([*scales, 0])))
     undo = ctypes.c_uint32()
-    flags = library.take_out_v4(words, ctypes.byref(undo))
+    flags = library.take_out_v4(words, ctypes.byref(undo), ctypes.c_bool(lowers))
     return bool(flags & 1), bool(flags & 2), power_of(undo.value), list(bytes(words))
+
+
+def raised_of_v4(library: ctypes.CDLL, scales: list[int]) -> tuple[list[int], list[int]]:
+    words = (ctypes.c_uint32 * 2)(*struct.unpack("<2I", bytes(scales)))
+    exponents = library.raise_v4(words)
+    return [exponents >> 4 * group & 15 for group in range(7)], list(bytes(words))
 
 
 @pytest.mark.parametrize("power", range(RANGE[0] - 2, RANGE[1] - 1))
@@ -116,22 +128,62 @@ def test_every_byte_of_v4(library: ctypes.CDLL) -> None:
             assert wide == (not held)
             if held:
                 assert left == [byte - taken for byte in scales] + [0]
-                words = (ctypes.c_uint32 * 2)(*struct.unpack("<2I", bytes(left)))
-                exponents = library.raise_v4(words)
-                assert [exponents >> 4 * group & 15 for group in range(7)] == [max(105 - byte, 0) for byte in left[:7]]
-                assert list(bytes(words)) == [max(byte, 105) for byte in left[:7]] + [0]
+                exponents, raised = raised_of_v4(library, left)
+                assert exponents == [max(105 - byte, 0) for byte in left[:7]]
+                assert raised == [max(byte, 105) for byte in left[:7]] + [0]
 
 
-def test_the_oracle_bounds_weights_by_the_powers_that_are_taken_out(library: ctypes.CDLL) -> None:
-    """Keys whose scales float16 holds, once the power is out."""
+@pytest.mark.parametrize("divides", [False, True])
+def test_the_oracle_bounds_weights_by_the_powers_that_are_taken_out(library: ctypes.CDLL, divides: bool) -> None:
+    """Keys whose scales float16 holds, once the power is out; by launches that divide groups and by others."""
     random.seed(1)
     for _ in range(500):
         middle = random.uniform(-40, 30)
         fp8 = [2.0 ** (middle + random.uniform(-9, 9)) for _ in range(4)]
         rows = torch.zeros(1, 656, dtype=torch.uint8)
         rows[:, 512:528] = torch.tensor([fp8]).view(torch.uint8)
-        _, wide, undo, _ = taken_of_fp8(library, fp8)
+        _, wide, undo, _ = taken_of_fp8(library, fp8, divides)
         assert wide or attention_oracle.powers_apart(rows).item() == 1 / undo
         v4 = [min(max(round(127 + middle + random.uniform(-7, 7)), 0), 255) for _ in range(7)]
-        _, wide, undo, _ = taken_of_v4(library, v4)
-        assert wide or attention_oracle.v4_powers_apart(torch.tensor([v4], dtype=torch.uint8)).item() == 1 / undo
+        _, wide, undo, _ = taken_of_v4(library, v4, divides)
+        found = attention_oracle.v4_powers_apart(torch.tensor([v4], dtype=torch.uint8), divides).item()
+        assert wide or found == 1 / undo
+
+
+def divided(latents: list[int], exponents: list[int], group: int) -> torch.Tensor:
+    """What bytes of e4m3 stand for once those of each group were divided by 2^exponent and became e4m3 again."""
+    factors = torch.tensor(exponents).double().exp2().repeat_interleave(group)
+    return (attention_oracle.e4m3_table()[latents] / factors).to(torch.float8_e4m3fn).double() * factors
+
+
+@pytest.mark.parametrize("span", [23, 25, 30])
+def test_the_oracle_rounds_e4m3_of_divided_groups(library: ctypes.CDLL, span: int) -> None:
+    """By the exponents that the kernels' code gives; keys that are wide even so stay as they are."""
+    random.seed(span)
+    some_are_divided = False
+    for _ in range(50):
+        low = random.uniform(-30, 0)
+        latents = random.choices([byte for byte in range(256) if byte & 127 != 127], k=512)
+        scales = torch.tensor(
+            [0.0 if random.random() < 0.1 else 2.0 ** random.uniform(low, low + span) for _ in range(4)]
+        )
+        row = torch.zeros(1, 656, dtype=torch.uint8)
+        row[0, :512], row[0, 512:528] = torch.tensor(latents), scales.view(torch.uint8)
+        _, wide, _, left = taken_of_fp8(library, scales.tolist())
+        exponents = [0] * 4 if wide else raised_of_fp8(library, left)[0]
+        some_are_divided |= any(exponents)
+        factors = attention_oracle.to_float16(scales.double()).repeat_interleave(128)
+        expected = attention_oracle.to_float16(divided(latents, exponents, 128) * factors)
+        assert torch.equal(attention_oracle.float16_operands(row, divides=True)[0, :512], expected)
+
+        bytes_of_scales = [round(127 + low + random.uniform(0, span)) for _ in range(7)]
+        cache = torch.zeros(1, 1, 584, dtype=torch.uint8)
+        cache[0, 0, :448] = torch.tensor(latents[:448])
+        cache[0, 0, 576:583] = torch.tensor(bytes_of_scales)
+        _, wide, _, left = taken_of_v4(library, bytes_of_scales)
+        exponents = [0] * 7 if wide else raised_of_v4(library, left)[0]
+        some_are_divided |= any(exponents)
+        factors = torch.tensor([2.0 ** (byte - 127) for byte in bytes_of_scales]).double().repeat_interleave(64)
+        expected = divided(latents[:448], exponents, 64) * factors
+        assert torch.equal(attention_oracle.v4_divided_operands(cache)[0, 0, :448], expected)
+    assert some_are_divided
