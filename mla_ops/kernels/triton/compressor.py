@@ -385,6 +385,17 @@ def fits_in_one_launch(num_tokens: int, window: int, capacity: int) -> bool:
     return num_tokens + window - 1 <= capacity
 
 
+def options_for(
+    num_tokens: int, width: int, ratio: int, head_dim: int, rope: int, planar: bool, capacity: int
+) -> tuple[Options, int]:
+    """The constants of a call's kernels, and the warps of the first one. `capacity`: states of a request."""
+    window = ratio * (width // head_dim)
+    channels, states, num_warps = tile(window, head_dim)
+    rows = rows_of_a_program(num_tokens, channels, head_dim)
+    store = fits_in_one_launch(num_tokens, window, capacity)
+    return make_options(ratio, width, head_dim, rope, planar, channels, states, rows, store), num_warps
+
+
 def compress_and_cache(
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -400,22 +411,25 @@ def compress_and_cache(
     eps: float,
     cache_format: str,
 ) -> None:
-    num_tokens, width = kv.shape
-    num_requests, max_blocks = state_block_table.shape
+    """Pools; writes entries where no program had every channel; stores states where they must wait for that."""
+    (num_tokens, width), (num_requests, max_blocks) = kv.shape, state_block_table.shape
     if num_tokens == 0 or num_requests == 0:
         return
-    ratio, head_dim = position_bias.shape[0], norm_weight.shape[0]
-    num_state_blocks, state_block_size, _ = state_cache.shape
+    ratio, head_dim, planar = position_bias.shape[0], norm_weight.shape[0], get_format(cache_format).planar
+    capacity = max_blocks * state_cache.shape[1]
+    options, num_warps = options_for(num_tokens, width, ratio, head_dim, cos_sin.shape[1], planar, capacity)
+    has_every_channel = options.channels == head_dim
+    pooled_groups = norm_weight  # anything
+    if not has_every_channel:
+        pooled_groups = torch.empty(num_tokens, head_dim, dtype=torch.float32, device=kv.device)
     num_blocks, block_size, block_stride, _ = geometry(kv_cache, cache_format)
-    window = ratio * (width // head_dim)
-    together = fits_in_one_launch(num_tokens, window, max_blocks * state_block_size)
-    channels, states, num_warps = tile(window, head_dim)
-    rows = rows_of_a_program(num_tokens, channels, head_dim)
-    whole = channels == head_dim
-    pooled = norm_weight if whole else torch.empty(num_tokens, head_dim, dtype=torch.float32, device=kv.device)
-    entry = head_dim, cos_sin.shape[1], get_format(cache_format).planar
-    options = make_options(ratio, width, *entry, channels, states, rows, together)
-    _compress_kernel[(cdiv(num_tokens, rows), head_dim // channels)](
+    tokens = req_id_per_token, positions, slot_mapping
+    ring_sizes = num_requests, max_blocks, *state_cache.shape[:2]
+    entry_sizes = num_blocks * block_size, block_size, cos_sin.shape[0]
+    entry_strides = cos_sin.stride(0), block_stride // 16
+    input_strides = kv.stride(0), score.stride(0), position_bias.stride(0)
+    ring_strides = state_cache.stride(0) // 4, state_block_table.stride(0)
+    _compress_kernel[(cdiv(num_tokens, options.rows), head_dim // options.channels)](
         kv,
         score,
         position_bias,
@@ -423,72 +437,26 @@ def compress_and_cache(
         cos_sin,
         state_cache,
         kv_cache,
-        pooled,
+        pooled_groups,
         state_block_table,
-        req_id_per_token,
-        positions,
-        slot_mapping,
+        *tokens,
         eps,
         num_tokens,
-        num_requests,
-        max_blocks,
-        num_state_blocks,
-        state_block_size,
-        num_blocks * block_size,
-        block_size,
-        cos_sin.shape[0],
-        (
-            kv.stride(0),
-            score.stride(0),
-            position_bias.stride(0),
-            cos_sin.stride(0),
-            state_cache.stride(0) // 4,
-            state_block_table.stride(0),
-            block_stride // 16,
-        ),
+        *ring_sizes,
+        *entry_sizes,
+        (*input_strides, entry_strides[0], *ring_strides, entry_strides[1]),
         OPTIONS=options,
         num_warps=num_warps,
     )
-    if not whole:
+    if not has_every_channel:
+        inputs = pooled_groups, norm_weight, cos_sin, kv_cache, *tokens
         _finish_kernel[(num_tokens,)](
-            pooled,
-            norm_weight,
-            cos_sin,
-            kv_cache,
-            req_id_per_token,
-            positions,
-            slot_mapping,
-            eps,
-            num_requests,
-            num_blocks * block_size,
-            block_size,
-            cos_sin.shape[0],
-            cos_sin.stride(0),
-            block_stride // 16,
-            OPTIONS=options,
-            num_warps=4,
+            *inputs, eps, num_requests, *entry_sizes, *entry_strides, OPTIONS=options, num_warps=4
         )
-    if not together:
+    if not options.store:
+        inputs = kv, score, position_bias, state_cache, state_block_table, *tokens[:2]
         _store_state_kernel[(num_tokens,)](
-            kv,
-            score,
-            position_bias,
-            state_cache,
-            state_block_table,
-            req_id_per_token,
-            positions,
-            num_tokens,
-            num_requests,
-            max_blocks,
-            num_state_blocks,
-            state_block_size,
-            kv.stride(0),
-            score.stride(0),
-            position_bias.stride(0),
-            state_cache.stride(0) // 4,
-            state_block_table.stride(0),
-            OPTIONS=options,
-            num_warps=4,
+            *inputs, num_tokens, *ring_sizes, *input_strides, *ring_strides, OPTIONS=options, num_warps=4
         )
 
 
