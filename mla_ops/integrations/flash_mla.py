@@ -18,6 +18,7 @@ import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -114,6 +115,53 @@ def _per_token(length: torch.Tensor | None, s_q: int) -> torch.Tensor | None:
     return None if length is None else length.unsqueeze(1).expand(-1, s_q).reshape(-1).contiguous()
 
 
+def _check_decode_shapes(
+    op: str,
+    sizes: tuple[int, int, int],
+    *,
+    indices: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Refuses what does not have the `b`, `s_q` and `h_q` of q. Beside indices, two arguments are not read."""
+    b, s_q, h_q = sizes
+    _expect(op, "indices", indices, b, s_q, "topk")
+    _expect(op, "extra_indices_in_kvcache", extra_indices_in_kvcache, b, s_q, "topk")
+    _expect(op, "topk_length", topk_length, b)
+    _expect(op, "extra_topk_length", extra_topk_length, b)
+    read = torch.int32 if indices is None else None
+    _expect(op, "block_table", block_table, b, "max_blocks", dtype=read)
+    _expect(op, "cache_seqlens", cache_seqlens, b, dtype=read)
+    _expect(op, "out", out, b, s_q, h_q, LATENT_DIM, dtype=None)
+    if out is not None and b > 1 and s_q > 1 and out.stride(0) != s_q * out.stride(1):
+        raise ValueError(f"{op}: out must be contiguous, got strides {out.stride()}")
+
+
+def _attend_to_all(
+    queries: torch.Tensor,
+    cache: torch.Tensor,
+    cache_format: str,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    scale: float,
+    s_q: int,
+    causal: bool,
+    options: dict[str, Any],
+) -> None:
+    """Dense attention; `causal`: the last of a request's `s_q` queries stands beside its last key."""
+    steps = torch.arange(len(queries), dtype=torch.int32, device=queries.device)
+    requests = steps // s_q if s_q else steps
+    lengths = cache_seqlens.unsqueeze(1).expand(-1, s_q)
+    if causal:
+        lengths = lengths - torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=queries.device)
+    lengths = lengths.reshape(-1).contiguous()
+    torch.ops.mla.paged_attention.out(queries, cache, block_table, requests, lengths, scale, cache_format, **options)
+
+
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -179,73 +227,48 @@ def flash_mla_with_kvcache(
     if kv_format is not None and KV_FORMATS.get(kv_format) != cache_format:
         raise ValueError(f"{op}: kv_format is {kv_format}, of {', '.join(KV_FORMATS)}, but k_cache is {cache_format}")
     b, s_q, h_q, head_dim = q.shape
-    _expect(op, "indices", indices, b, s_q, "topk")
-    _expect(op, "extra_indices_in_kvcache", extra_indices_in_kvcache, b, s_q, "topk")
-    _expect(op, "topk_length", topk_length, b)
-    _expect(op, "extra_topk_length", extra_topk_length, b)
-    read = torch.int32 if indices is None else None
-    _expect(op, "block_table", block_table, b, "max_blocks", dtype=read)
-    _expect(op, "cache_seqlens", cache_seqlens, b, dtype=read)
-    _expect(op, "out", out, b, s_q, h_q, LATENT_DIM, dtype=None)
-    if out is not None and b > 1 and s_q > 1 and out.stride(0) != s_q * out.stride(1):
-        raise ValueError(f"{op}: out must be contiguous, got strides {out.stride()}")
+    _check_decode_shapes(
+        op,
+        (b, s_q, h_q),
+        indices=indices,
+        extra_indices_in_kvcache=extra_indices_in_kvcache,
+        topk_length=topk_length,
+        extra_topk_length=extra_topk_length,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        out=out,
+    )
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     queries = q.reshape(b * s_q, h_q, head_dim)
     flat_out = queries.new_empty(b * s_q, h_q, LATENT_DIM) if out is None else out.view(b * s_q, h_q, LATENT_DIM)
     lse = torch.empty(b * s_q, h_q, dtype=torch.float32, device=q.device)
-    results = {"out": flat_out, "lse": lse}
+    options = {"deterministic": enable_batch_invariant, "out": flat_out, "lse": lse}
     if indices is None:
         sparse_only = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
         if any(argument is not None for argument in sparse_only):
             raise ValueError(f"{op}: attn_sink, topk_length and the extra cache go with indices, which is None")
         if block_table is None or cache_seqlens is None:
             raise ValueError(f"{op}: without indices, block_table and cache_seqlens must be given")
-        steps = torch.arange(b * s_q, dtype=torch.int32, device=q.device)
-        requests = steps // s_q if s_q else steps
-        lengths = cache_seqlens.unsqueeze(1).expand(-1, s_q)
-        if causal:
-            lengths = lengths - torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=q.device)
-        torch.ops.mla.paged_attention.out(
-            queries,
-            cache,
-            block_table,
-            requests,
-            lengths.reshape(-1).contiguous(),
-            scale,
-            cache_format,
-            deterministic=enable_batch_invariant,
-            **results,
-        )
+        _attend_to_all(queries, cache, cache_format, block_table, cache_seqlens, scale, s_q, causal, options)
     else:
         if causal:
             raise ValueError(f"{op}: causal goes with dense attention; indices say which keys a query sees")
-        selected = indices.reshape(b * s_q, indices.shape[-1])
-        options = {
-            "topk_length": _per_token(topk_length, s_q),
-            "attn_sink": attn_sink,
-            "deterministic": enable_batch_invariant,
-        }
+        options |= {"attn_sink": attn_sink, "topk_length": _per_token(topk_length, s_q)}
+        chosen = queries, cache, indices.flatten(0, 1), scale, cache_format
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
             extra, extra_format = _rows(extra_k_cache, "extra_k_cache", op)
             torch.ops.mla.paged_sparse_attention.extra_out(
-                queries,
-                cache,
-                selected,
-                scale,
-                cache_format,
+                *chosen,
                 extra,
-                extra_indices_in_kvcache.reshape(b * s_q, extra_indices_in_kvcache.shape[-1]),
+                extra_indices_in_kvcache.flatten(0, 1),
                 extra_format,
                 extra_topk_length=_per_token(extra_topk_length, s_q),
                 **options,
-                **results,
             )
         elif extra_k_cache is not None or extra_indices_in_kvcache is not None or extra_topk_length is not None:
             raise ValueError(f"{op}: an extra cache takes extra_k_cache and extra_indices_in_kvcache")
         else:
-            torch.ops.mla.paged_sparse_attention.out(
-                queries, cache, selected, scale, cache_format, **options, **results
-            )
+            torch.ops.mla.paged_sparse_attention.out(*chosen, **options)
     answer = flat_out.view(b, s_q, h_q, LATENT_DIM) if out is None else out
     return answer, _outward(lse).view(b, s_q, h_q).transpose(1, 2)
 

@@ -20,6 +20,7 @@ from ..cuda.driver import NO_CLUSTER, Function, num_sms
 from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel, compile_reason
+from .params import pointer
 
 QUERIES = 128  # a tile's
 REGION = 128  # tokens that CTAs of the kernel for short tiles share
@@ -162,6 +163,11 @@ def shares_of_a_region(num_regions: int, num_heads: int, num_sms: int) -> int:
     return max(many, few, 1)
 
 
+def may_be_long(num_queries: int, num_keys: int) -> bool:
+    """Whether a request of so many queries and keys may have a tile that is not for the kernel of short ones."""
+    return num_queries > QUERIES or cells(num_queries, num_keys) > SHORT_CELLS
+
+
 def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -176,23 +182,40 @@ def prefill_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv, num_kv_heads, head_dim_v = v.shape
+    num_tokens, num_kv = q.shape[0], k.shape[0]
     if num_tokens == 0:
         return
     if num_kv == 0:
         out.zero_()
         lse.fill_(-math.inf)
         return
-    device_index = q.device.index
+    target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    has_long_tiles = cu_seqlens_q.shape[0] > 1 and may_be_long(min(num_tokens, max_seqlen_q), min(num_kv, max_seqlen_k))
+    _launch(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, has_long_tiles, target, lse)
+    if target is not out:
+        out.copy_(target)
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    has_long_tiles: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """The kernel of short tiles and, if there may be others, theirs, which reads the table that the first one wrote."""
+    (num_tokens, num_heads, head_dim), (num_kv, num_kv_heads, head_dim_v) = q.shape, v.shape
+    device_index, num_requests = q.device.index, cu_seqlens_q.shape[0] - 1
     sms, keys = num_sms(device_index), TILE_KEYS[head_dim, head_dim_v]
     (q, q_map), (k, k_map), (v, v_map) = _in_boxes(q, QUERIES), _in_boxes(k, keys), _in_boxes(v, keys)
-    target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    num_requests = cu_seqlens_q.shape[0] - 1
     most_tiles = num_tokens // QUERIES + num_requests  # one of each request may be part-filled
-    longest = min(num_tokens, max_seqlen_q)
     plan = None
-    if num_requests and (longest > QUERIES or cells(longest, min(num_kv, max_seqlen_k)) > SHORT_CELLS):
+    if has_long_tiles:
         plan = torch.empty(PLAN_ENTRY // 2 + PLAN_ENTRY * most_tiles, dtype=torch.int32, device=q.device)
     num_regions = -(-num_tokens // REGION)
     shares = shares_of_a_region(num_regions, num_heads, sms)
@@ -205,13 +228,13 @@ def prefill_attention(
         v.data_ptr(),
         cu_seqlens_q.data_ptr(),
         cu_seqlens_k.data_ptr(),
-        target.data_ptr(),
+        out.data_ptr(),
         lse.data_ptr(),
-        0 if plan is None else plan.data_ptr(),
+        pointer(plan),
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        *target.stride()[:2],
+        *out.stride()[:2],
         *lse.stride(),
         num_tokens,
         num_kv,
@@ -226,9 +249,9 @@ def prefill_attention(
         softmax_scale * math.log2(math.e),
     )
     short = short_kernel_for(head_dim, head_dim_v, q.dtype)
-    grid = (num_regions * shares + (plan is not None), 1, 1)
+    grid = (num_regions * shares + has_long_tiles, 1, 1)
     _load_short(short, device_index).launch(grid, (short.threads, 1, 1), None, NO_CLUSTER, params)
-    if plan is not None:
+    if has_long_tiles:
         kernel = kernel_for(head_dim, head_dim_v, q.dtype)
         sources.load(kernel.source, kernel.name, device_index).launch(
             (min(most_tiles * num_heads, sms), 1, 1),
@@ -238,8 +261,6 @@ def prefill_attention(
             params,
             programmatic=True,
         )
-    if target is not out:
-        out.copy_(target)
 
 
 def prefill_reason(call: Call) -> str | None:
