@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from benchmarks import common
+from benchmarks.cache import fill_cache, query_dtype, raise_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
 from mla_ops.kernels.hopper.waves import Wave, override
@@ -162,6 +163,54 @@ def to_slots(local: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
 def cache_blocks(needed: int, block_bytes: int, on_gpu: bool) -> int:
     """Blocks of a cache that holds `needed` ones, and is large enough for a figure."""
     return max(needed, -(-CACHE_BYTES // block_bytes)) if on_gpu else needed
+
+
+def filled_cache(
+    cache_format: str, num_blocks: int, kind: Kind, generator: torch.Generator, head_dim: int | None = None
+) -> torch.Tensor:
+    """A cache of keys of the kind's magnitude."""
+    device = generator.device
+    kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, head_dim=head_dim, device=device)
+    fill_cache(kv_cache, cache_format, generator)
+    if kind.magnitude != "1":
+        scale_keys(kv_cache, cache_format, kind.magnitude, generator)
+    return kv_cache
+
+
+def paged_keys(
+    num_requests: int,
+    tokens_of_each: int,
+    cache_format: str,
+    kind: Kind,
+    arguments: argparse.Namespace,
+    generator: torch.Generator,
+    head_dim: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache with requests of whole blocks, and their block table; scores of the kind grow along each request."""
+    device, blocks = generator.device, -(-tokens_of_each // BLOCK_SIZE)
+    block_bytes = BLOCK_SIZE * formats.FORMATS[cache_format].bytes_per_token(head_dim)
+    num_blocks = cache_blocks(num_requests * blocks, block_bytes, device.type == "cuda" and not arguments.quick)
+    kv_cache = filled_cache(cache_format, num_blocks, kind, generator, head_dim)
+    block_table = random_block_table(num_requests, blocks, num_blocks, generator)
+    if kind.scores == "growing":
+        positions = torch.arange(blocks * BLOCK_SIZE, device=device).expand(num_requests, -1)
+        values = rise(positions.shape[1], query_dtype(cache_format), device).expand_as(positions)
+        raise_keys(kv_cache, cache_format, to_slots(positions, block_table), values)
+    return kv_cache, block_table
+
+
+def random_queries(
+    num_tokens: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    scores: str,
+    softmax_scale: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Unit normals, shaped for a kind of scores."""
+    q = torch.randn(num_tokens, num_heads, head_dim, device=generator.device, generator=generator).to(dtype)
+    return shape_queries(q, scores, softmax_scale)
 
 
 def check_attention(

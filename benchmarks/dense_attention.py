@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks import attention, common
 from benchmarks.attention import PATTERNS, SCORES, Kind
-from benchmarks.cache import fill_cache, magnitude_factors, magnitudes, query_dtype, raise_keys, read_keys, scale_keys
+from benchmarks.cache import magnitude_factors, magnitudes, query_dtype, raise_keys, read_keys
 from mla_ops import formats
 from mla_ops.kernels import flash_mla
 from mla_ops.registry import describe
@@ -259,10 +259,7 @@ def build_paged(
     needed = sum(-(-length // attention.BLOCK_SIZE) for length in lengths)
     block_bytes = attention.BLOCK_SIZE * entry.bytes_per_token()
     num_blocks = attention.cache_blocks(needed, block_bytes, device.type == "cuda")
-    kv_cache = formats.allocate_cache(cache_format, num_blocks, attention.BLOCK_SIZE, device=device)
-    fill_cache(kv_cache, cache_format, generator)
-    if kind.magnitude != "1":
-        scale_keys(kv_cache, cache_format, kind.magnitude, generator)
+    kv_cache = attention.filled_cache(cache_format, num_blocks, kind, generator)
     # a small batch would find its context in the L2 cache again: each set reads another part of the cache
     count = common.number_of_sets(arguments)
     tables = [block_table(lengths, num_blocks, generator) for _ in range(count)]
@@ -276,11 +273,7 @@ def build_paged(
     requests = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     queries = [
-        attention.shape_queries(
-            torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(dtype),
-            kind.scores,
-            softmax_scale,
-        )
+        attention.random_queries(num_tokens, num_heads, head_dim, dtype, kind.scores, softmax_scale, generator)
         for _ in range(count)
     ]
     outputs = [attention.make_outputs(q) for q in queries]

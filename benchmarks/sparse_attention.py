@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -38,22 +38,21 @@ from benchmarks.attention import (
     add_variant_options,
     attention_bytes,
     attention_flops,
-    cache_blocks,
     check_attention,
     halves_peers,
     make_outputs,
     mixed_lengths,
     mixtures,
+    paged_keys,
     poison,
-    random_block_table,
+    random_queries,
     random_selection,
     rise,
-    shape_queries,
     sinks,
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, magnitude_factors, magnitudes, query_dtype, raise_keys, read_keys, scale_keys
+from benchmarks.cache import magnitude_factors, magnitudes, query_dtype, read_keys
 from mla_ops import formats
 from mla_ops.registry import describe
 
@@ -73,6 +72,26 @@ PREFILLS += [Prefill(64, num_heads, 2048, 576) for num_heads in (128, 64)]
 PREFILLS += [Prefill(4096, 64, 512, 512), Prefill(4096, 128, 1024, 512)]
 
 
+def paged_peers(
+    chosen: list[tuple[torch.Tensor, torch.Tensor]],
+    kv_cache: torch.Tensor,
+    cache_format: str,
+    kind: Kind,
+    softmax_scale: float,
+    compare: Callable[[torch.Tensor, torch.Tensor], list[common.Check]],
+) -> dict[str, common.Peer]:
+    """FlashMLA and the gather alone, of queries and slots. V4's caches have theirs beside `sparse_attention_extra`."""
+    if cache_format not in ("fp8_ds_mla", "bf16") or kind.scores == "sinks":
+        return {}
+    if cache_format == "fp8_ds_mla":
+        theirs = flash_mla_peer.decode_peers(chosen, kv_cache, softmax_scale, compare)
+    else:
+        theirs = flash_mla_peer.prefill_peers(chosen, kv_cache.flatten(0, 1), softmax_scale, compare)
+    if kind.label():  # the gather alone knows no dead index
+        return theirs
+    return {**theirs, **gather_floor.gather_peer(kv_cache.flatten(0, 1), [slots for _, slots in chosen])}
+
+
 def build_paged(
     num_tokens: int,
     num_heads: int,
@@ -83,117 +102,87 @@ def build_paged(
     arguments: argparse.Namespace,
 ) -> common.Case:
     generator = common.generator(arguments)
-    device = torch.device(arguments.device)
+    device = generator.device
     entry = formats.FORMATS[cache_format]
     head_dim, row_bytes = entry.head_dims[0], entry.bytes_per_token()
-    dtype = query_dtype(cache_format)
-    blocks_per_request = -(-max(context, topk) // BLOCK_SIZE)
-    on_gpu = device.type == "cuda" and not arguments.quick
-    num_blocks = cache_blocks(num_tokens * blocks_per_request, BLOCK_SIZE * row_bytes, on_gpu)
-    kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, device=device)
-    fill_cache(kv_cache, cache_format, generator)
-    if kind.magnitude != "1":
-        scale_keys(kv_cache, cache_format, kind.magnitude, generator)
-    block_table = random_block_table(num_tokens, blocks_per_request, num_blocks, generator)
+    softmax_scale, dtype = common.SOFTMAX_SCALES[head_dim], query_dtype(cache_format)
+    kv_cache, block_table = paged_keys(num_tokens, max(context, topk), cache_format, kind, arguments, generator)
     request = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = mixed_lengths(kind.mixture, num_tokens, topk, device)
-    softmax_scale = common.SOFTMAX_SCALES[head_dim]
     attn_sink = sinks(kind, num_heads, device)
-    if kind.scores == "growing":
-        positions = torch.arange(blocks_per_request * BLOCK_SIZE, device=device).expand(num_tokens, -1)
-        values = rise(positions.shape[1], dtype, device).expand_as(positions)
-        raise_keys(kv_cache, cache_format, to_slots(positions, block_table), values)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(dtype)
-        shape_queries(q, kind.scores, softmax_scale)
-        local = random_selection(num_tokens, topk, blocks_per_request * BLOCK_SIZE, generator)
+        q = random_queries(num_tokens, num_heads, head_dim, dtype, kind.scores, softmax_scale, generator)
+        local = random_selection(num_tokens, topk, block_table.shape[1] * BLOCK_SIZE, generator)
         if kind.scores == "growing":
             local = local.sort(dim=1)[0]
         chosen = local if arguments.request_local else to_slots(local, block_table)
         return q, PATTERNS[kind.pattern](chosen, generator)
 
     sets = [step() for _ in range(common.number_of_sets(arguments))]
-    outputs = [make_outputs(q) for q, _ in sets]
-    translated = {"block_table": block_table, "req_id_per_token": request} if arguments.request_local else {}
+    queries = [q for q, _ in sets]
+    outputs = [make_outputs(q) for q in queries]
+    options = {
+        "topk_length": lens if arguments.topk_length or kind.mixture != "full" else None,
+        "attn_sink": attn_sink,
+        **({"block_table": block_table, "req_id_per_token": request} if arguments.request_local else {}),
+    }
 
     def attend(
         number: int,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor,
-        *,
         deterministic: bool = False,
-        query: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> None:
-        whole, indices = sets[number]
-        q, q_rope = (whole, None) if query is None else query
         torch.ops.mla.paged_sparse_attention.out(
             q,
             kv_cache,
-            indices,
+            sets[number][1],
             softmax_scale,
             cache_format,
             q_rope=q_rope,
-            topk_length=lens if arguments.topk_length or kind.mixture != "full" else None,
-            **translated,
-            attn_sink=attn_sink,
+            **options,
             deterministic=deterministic,
             out=out,
             lse=lse,
         )
 
-    runs = [partial(attend, number, *own) for number, own in enumerate(outputs)]
-    q, indices = sets[0]
-    columns = torch.arange(topk, device=device)
+    def attend_whole(number: int, out: torch.Tensor, lse: torch.Tensor, *, deterministic: bool = False) -> None:
+        attend(number, queries[number], None, out, lse, deterministic)
 
     def live_slots(chosen: torch.Tensor) -> torch.Tensor:
         """Slots, -1 for what is dead or past a length."""
         slots = to_slots(chosen.clamp(min=0), block_table) if arguments.request_local else chosen
-        return torch.where((columns < lens[:, None]) & (chosen >= 0), slots, -1)
+        return torch.where((torch.arange(topk, device=device) < lens[:, None]) & (chosen >= 0), slots, -1)
 
+    q, indices = sets[0]
     slots = live_slots(indices)
 
     def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
-        return check_attention(
-            q,
-            lambda token: read_keys(kv_cache, slots[token][slots[token] >= 0], cache_format),
-            softmax_scale,
-            out,
-            lse,
-            attn_sink,
-        )
+        def keys_of(token: int) -> torch.Tensor:
+            return read_keys(kv_cache, slots[token][slots[token] >= 0], cache_format)
 
-    def attend_halves(number: int, q: torch.Tensor, q_rope: torch.Tensor | None, *outputs: torch.Tensor) -> None:
-        attend(number, *outputs, query=(q, q_rope))
+        return check_attention(q, keys_of, softmax_scale, out, lse, attn_sink)
 
-    def peers() -> dict[str, common.Peer]:
-        if cache_format not in ("fp8_ds_mla", "bf16") or attn_sink is not None:  # V4's stand beside its two caches
-            return {}
-        chosen = [(q, live_slots(indices)) for q, indices in sets]
-        if cache_format == "fp8_ds_mla":
-            theirs = flash_mla_peer.decode_peers(chosen, kv_cache, softmax_scale, compare)
-        else:
-            theirs = flash_mla_peer.prefill_peers(chosen, kv_cache.view(-1, head_dim), softmax_scale, compare)
-        if kind.label():  # the gather alone knows no dead index
-            return theirs
-        return {**theirs, **gather_floor.gather_peer(kv_cache.view(-1, kv_cache.shape[2]), [s for _, s in chosen])}
-
-    shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "format": cache_format}
-    shape |= kind.label()
+    peers = {}
+    if arguments.peers:
+        chosen = [(query, live_slots(own)) for query, own in sets]
+        peers = paged_peers(chosen, kv_cache, cache_format, kind, softmax_scale, compare)
+    peers |= variants(arguments, attend_whole, queries, compare)
+    if arguments.q_halves:
+        peers |= halves_peers(queries, attend, compare)
     keys_a_row = int((slots >= 0).sum()) // max(1, num_tokens)
     return common.Case(
         describe("paged_sparse_attention", q, kv_cache, indices, softmax_scale, cache_format),
-        shape,
-        runs,
+        {"T": num_tokens, "H": num_heads, "topk": topk, "format": cache_format, **kind.label()},
+        [partial(attend_whole, number, *own) for number, own in enumerate(outputs)],
         partial(poison, outputs[0]),
         lambda: compare(*outputs[0]),
         attention_bytes(num_tokens, num_heads, keys_a_row, head_dim, row_bytes),
         attention_flops(num_tokens, num_heads, keys_a_row, head_dim),
-        {
-            **(peers() if arguments.peers else {}),
-            **variants(arguments, attend, [q for q, _ in sets], compare),
-            **(halves_peers([q for q, _ in sets], attend_halves, compare) if arguments.q_halves else {}),
-        },
+        peers,
     )
 
 
@@ -210,8 +199,7 @@ def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace, kin
         kv[:, -formats.ROPE_DIM] = rise(num_kv, kv.dtype, device)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
-        shape_queries(q, kind.scores, softmax_scale)
+        q = random_queries(num_tokens, num_heads, head_dim, torch.bfloat16, kind.scores, softmax_scale, generator)
         indices = random_selection(num_tokens, topk, num_kv, generator)
         if kind.scores == "growing":
             indices = indices.sort(dim=1)[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -22,20 +22,18 @@ from benchmarks.attention import (
     add_variant_options,
     attention_bytes,
     attention_flops,
-    cache_blocks,
     check_attention,
     make_outputs,
     mixed_lengths,
+    paged_keys,
     poison,
-    random_block_table,
+    random_queries,
     random_selection,
-    rise,
-    shape_queries,
     sinks,
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, query_dtype, raise_keys, read_keys, scale_keys
+from benchmarks.cache import query_dtype, read_keys
 from benchmarks.flash_mla_peer import Selection
 from mla_ops import formats
 from mla_ops.registry import describe
@@ -45,6 +43,22 @@ HEAD_DIM = 512
 FORMATS = tuple(name for name in formats.LATENT_FORMATS if HEAD_DIM in formats.FORMATS[name].head_dims)
 # heads and keys of the extra cache: DeepSeek-V4's two models, and the first in four shards
 MODELS = ((64, 512), (128, 1024), (16, 512))
+
+
+def two_cache_peers(
+    sets: list[tuple[torch.Tensor, Selection, Selection]],
+    attn_sink: torch.Tensor,
+    softmax_scale: float,
+    compare: Callable[[torch.Tensor, torch.Tensor], list[common.Check]],
+) -> dict[str, common.Peer]:
+    """FlashMLA over both caches, and the gather of the extra one's keys alone."""
+    cache, data = sets[0][2].kv_cache, formats.FORMATS["fp8_ds_mla_v4"].data_bytes
+    pieces = cache.shape[1] // data  # a block is as many pieces of this size as it takes
+    rows = [extra.slots // BLOCK_SIZE * pieces + extra.slots % BLOCK_SIZE for _, _, extra in sets]
+    return {
+        **flash_mla_peer.two_cache_peers(sets, attn_sink, softmax_scale, compare),
+        **gather_floor.gather_peer(cache.view(-1, data), rows),
+    }
 
 
 def build_case(
@@ -57,31 +71,18 @@ def build_case(
     kind: Kind = Kind(),
 ) -> common.Case:
     generator = common.generator(arguments)
-    device = torch.device(arguments.device)
-    on_gpu = device.type == "cuda" and not arguments.quick
+    device = generator.device
     row_bytes = formats.FORMATS[cache_format].bytes_per_token(HEAD_DIM)
     softmax_scale, dtype = common.SOFTMAX_SCALES[HEAD_DIM], query_dtype(cache_format)
     attn_sink = sinks(kind, num_heads, device)
     if attn_sink is None:
         attn_sink = torch.randn(num_heads, device=device, generator=generator)
 
-    def make_cache(tokens_of_each: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A full cache, and the block table of as many requests as there are tokens."""
-        blocks = -(-tokens_of_each // BLOCK_SIZE)
-        num_blocks = cache_blocks(num_tokens * blocks, BLOCK_SIZE * row_bytes, on_gpu)
-        kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, head_dim=HEAD_DIM, device=device)
-        fill_cache(kv_cache, cache_format, generator)
-        if kind.magnitude != "1":
-            scale_keys(kv_cache, cache_format, kind.magnitude, generator)
-        block_table = random_block_table(num_tokens, blocks, num_blocks, generator)
-        if kind.scores == "growing":
-            positions = torch.arange(blocks * BLOCK_SIZE, device=device).expand(num_tokens, -1)
-            values = rise(positions.shape[1], dtype, device).expand_as(positions)
-            raise_keys(kv_cache, cache_format, to_slots(positions, block_table), values)
-        return kv_cache, block_table
-
-    window_cache, window_table = make_cache(4 * WINDOW)
-    extra_cache, extra_table = make_cache(max(context, extra_topk))
+    made = partial(
+        paged_keys, num_tokens, cache_format=cache_format, kind=kind, arguments=arguments, generator=generator
+    )
+    window_cache, window_table = made(4 * WINDOW, head_dim=HEAD_DIM)
+    extra_cache, extra_table = made(max(context, extra_topk), head_dim=HEAD_DIM)
 
     def selection(kv_cache: torch.Tensor, local: torch.Tensor, block_table: torch.Tensor) -> Selection:
         slots = PATTERNS[kind.pattern](to_slots(local, block_table).to(torch.int32), generator)
@@ -89,8 +90,7 @@ def build_case(
         return Selection(kv_cache, cache_format, slots, lens)
 
     def step() -> tuple[torch.Tensor, Selection, Selection]:
-        q = torch.randn(num_tokens, num_heads, HEAD_DIM, device=device, generator=generator).to(dtype)
-        shape_queries(q, kind.scores, softmax_scale)
+        q = random_queries(num_tokens, num_heads, HEAD_DIM, dtype, kind.scores, softmax_scale, generator)
         last = torch.randint(WINDOW - 1, 4 * WINDOW, (num_tokens, 1), device=device, generator=generator)
         window = last - torch.arange(WINDOW - 1, -1, -1, device=device)
         chosen = random_selection(num_tokens, extra_topk, extra_table.shape[1] * BLOCK_SIZE, generator)
@@ -126,7 +126,6 @@ def build_case(
             lse=lse,
         )
 
-    runs = [partial(attend, number, *own) for number, own in enumerate(outputs)]
     q, window, extra = sets[0]
 
     def keys_of(token: int) -> torch.Tensor:
@@ -139,20 +138,10 @@ def build_case(
     def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
         return check_attention(q, keys_of, softmax_scale, out, lse, attn_sink)
 
-    shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": f"{WINDOW}+{extra_topk}"}
-    shape["format"] = cache_format
-    shape |= kind.label()
-    num_keys = WINDOW + extra_topk
-
-    def peers() -> dict[str, common.Peer]:
-        data = formats.FORMATS[cache_format].data_bytes  # a block is as many pieces of this size as it takes
-        pieces = extra_cache.shape[1] // data
-        rows = [part.slots // BLOCK_SIZE * pieces + part.slots % BLOCK_SIZE for _, _, part in sets]
-        return {
-            **flash_mla_peer.two_cache_peers(sets, attn_sink, softmax_scale, compare),
-            **gather_floor.gather_peer(extra_cache.view(-1, data), rows),
-        }
-
+    peers = {}
+    if arguments.peers and cache_format == "fp8_ds_mla_v4":
+        peers = two_cache_peers(sets, attn_sink, softmax_scale, compare)
+    peers |= variants(arguments, attend, [q for q, _, _ in sets], compare)
     return common.Case(
         describe(
             "paged_sparse_attention.extra",
@@ -165,16 +154,19 @@ def build_case(
             extra.slots,
             cache_format,
         ),
-        shape,
-        runs,
+        {
+            "T": num_tokens,
+            "H": num_heads,
+            "topk": f"{WINDOW}+{extra_topk}",
+            "format": cache_format,
+            **kind.label(),
+        },
+        [partial(attend, number, *own) for number, own in enumerate(outputs)],
         partial(poison, outputs[0]),
         lambda: compare(*outputs[0]),
-        attention_bytes(num_tokens, num_heads, num_keys, HEAD_DIM, row_bytes),
-        attention_flops(num_tokens, num_heads, num_keys, HEAD_DIM),
-        {
-            **(peers() if arguments.peers and cache_format == "fp8_ds_mla_v4" else {}),
-            **variants(arguments, attend, [q for q, _, _ in sets], compare),
-        },
+        attention_bytes(num_tokens, num_heads, WINDOW + extra_topk, HEAD_DIM, row_bytes),
+        attention_flops(num_tokens, num_heads, WINDOW + extra_topk, HEAD_DIM),
+        peers,
     )
 
 
