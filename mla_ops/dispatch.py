@@ -196,6 +196,9 @@ def device_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU, (0, 0) for any other device.
 
     torch calls AMD's GPUs "cuda" as well, and gives gfx90a the capability of Hopper.
+
+    Raises:
+        ValueError: the GPU is not on this machine.
     """
     if device in _STAND_INS:
         return _STAND_INS[device]
@@ -400,8 +403,10 @@ def explain(call: Call) -> Explanation:
     """Which lowering runs `call`, and why not each of the others.
 
     `call` comes from `mla_ops.registry.describe("paged_sparse_attention", q, kv_cache, indices, softmax_scale,
-    cache_format)`, or is written out by hand for a question about another machine's shapes, or its GPU:
-    `dispatch.stand_in((9, 0))` is a device with the capability of Hopper.
+    cache_format)`, or is written by hand; `dispatch.stand_in((9, 0))` is a Hopper GPU that need not be here.
+
+    Raises:
+        TypeError, ValueError: it is no `Call`, or has an unknown op or a missing GPU.
     """
     if not isinstance(call, Call):
         raise TypeError(f"dispatch.explain: call must be what registry.describe gives, got {type(call).__name__}")

@@ -339,17 +339,17 @@ def describe(op: str, *args: Any, **kwargs: Any) -> dispatch.Call:
         ValueError: no such op; an overload is `op.form`.
         TypeError, ValueError: arguments that the op does not allow.
     """
-    return _contract(op)(*args, **kwargs)[0]
+    return _contract(op, "describe")(*args, **kwargs)[0]
 
 
 def outputs_of(op: str, *args: Any, **kwargs: Any) -> Outputs:
     """Shape and dtype of each result of `op` for these arguments; raises as `describe` does."""
-    return _contract(op)(*args, **kwargs)[1]
+    return _contract(op, "outputs_of")(*args, **kwargs)[1]
 
 
-def _contract(op: str) -> Callable[..., Contract]:
+def _contract(op: str, caller: str) -> Callable[..., Contract]:
     if op not in _CONTRACTS:
-        raise ValueError(f"unknown op '{op}', expected one of {sorted(_CONTRACTS)}")
+        raise ValueError(f"registry.{caller}: unknown op '{op}', expected one of {sorted(_CONTRACTS)}")
     return _CONTRACTS[op]
 
 

@@ -126,6 +126,10 @@ class ContextParallel:
             return q
         return self._gather(q).transpose(0, 1).flatten(1, 2)
 
+    def _check_heads(self, method: str, lse: torch.Tensor) -> None:
+        if lse.shape[1] % self.world_size:
+            raise ValueError(f"{method}: {lse.shape[1]} heads do not divide over {self.world_size} ranks")
+
     def merge_heads(
         self, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,10 +147,11 @@ class ContextParallel:
         Returns:
             `[num_tokens, num_heads // world_size, head_dim_v]` and `[num_tokens, num_heads // world_size]`, of heads
             `rank * num_heads // world_size` and on.
+
+        Raises:
+            ValueError: the heads do not divide over the ranks.
         """
-        num_heads = lse.shape[1]
-        if num_heads % self.world_size:
-            raise ValueError(f"merge_heads: {num_heads} heads do not divide over {self.world_size} ranks")
+        self._check_heads("merge_heads", lse)
         if self.world_size > 1:
             outs, lses = self._exchange(out), self._exchange(lse)
             out, lse = merge_stacked_attention_states(outs, lses)
@@ -157,11 +162,10 @@ class ContextParallel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Does what `merge_heads` does, by an all-gather of lse and a reduce-scatter of rescaled outputs in float32.
 
-        It is vLLM's way: the ranks' order of the sum is the collective's, and float32 takes twice the bytes.
+        It is vLLM's way: the ranks' order of the sum is the collective's, and float32 takes twice the bytes. Arguments,
+        results and errors as of `merge_heads`.
         """
-        num_heads = lse.shape[1]
-        if num_heads % self.world_size:
-            raise ValueError(f"merge_heads_by_sum: {num_heads} heads do not divide over {self.world_size} ranks")
+        self._check_heads("merge_heads_by_sum", lse)
         if self.world_size > 1:
             lses = self._gather(lse)
             lses = torch.where(lses == torch.inf, -torch.inf, lses)
@@ -179,7 +183,15 @@ class ContextParallel:
     def merge(
         self, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merges as `merge_heads` does, with every head on every rank, for weights that are whole."""
+        """Merges as `merge_heads` does, with every head on every rank, for weights that are whole.
+
+        Args:
+            out, lse: as of `merge_heads`.
+            attn_sink: `[num_heads]` float32, counted once.
+
+        Returns:
+            `[num_tokens, num_heads, head_dim_v]` and `[num_tokens, num_heads]`, the same on every rank.
+        """
         if self.world_size > 1:
             out, lse = merge_stacked_attention_states(self._gather(out), self._gather(lse))
         return apply_sink(out, lse, attn_sink), lse
@@ -203,6 +215,9 @@ class ContextParallel:
             index_cache: this rank's.
             q, weights, lengths, block_table, req_id_per_token: the same on every rank, lengths of whole requests.
             topk, cache_format: as `select_keys` takes them.
+
+        Returns:
+            `[num_tokens, topk]` int32 positions, -1 behind them, and `[num_tokens]` int32, how many there are.
         """
         most = block_table.shape[1] * self.local_block_size
         if type(most) is int and most == 0:  # no request has a block

@@ -44,7 +44,10 @@ def plan_context_chunks(context_lens: torch.Tensor, num_rows: int, max_context_t
     Args:
         context_lens: `[num_requests]` int32, tokens of each request that are in the cache before this step.
         num_rows: tokens of a chunk, at least 1: rows of the workspace.
-        max_context_tokens: an upper bound of their sum, known to the host. It fixes the number of chunks.
+        max_context_tokens: an upper bound of their sum, known to the host.
+
+    Returns:
+        `ceil(max_context_tokens / num_rows)` chunks.
 
     Raises:
         TypeError, ValueError: a dtype or size that is not so. A sum past the bound fails an assertion on the device.

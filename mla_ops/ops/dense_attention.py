@@ -179,6 +179,9 @@ def choose_prefill(max_seq_len: int, index_topk: int) -> Literal["dense", "spars
         max_seq_len: the longest sequence of the step, new tokens included, or an upper bound.
         index_topk: keys that the model's indexer chooses for a token.
 
+    Returns:
+        "dense" or "sparse".
+
     Raises:
         TypeError, ValueError: one is no integer, as a tensor, which would have to be read from the device; or negative.
     """
