@@ -117,7 +117,7 @@ TESTS: dict[str, dict[str, str]] = {
         "paged_sparse_attention": "test_sparse_attention.py::test_attention_equals_float64",
         "paged_sparse_attention.extra": "test_sparse_attention_extra.py::test_two_caches_equal_float64",
         "sparse_attention": "test_sparse_attention.py::test_flat_attention_equals_float64",
-        "paged_attention": "test_dense_attention_paged.py::test_attention_at_real_sizes",
+        "paged_attention": "test_dense_attention_paged_gpu.py::test_attention_at_real_sizes",
         "prefill_attention": "test_dense_attention.py::test_attention_equals_float64",
         "write_index_cache": "test_indexer.py::test_written_bytes_are_those_of_the_format",
         "indexer_logits": "test_hopper_indexer_gpu.py::test_flat_scores_are_those_of_float64",

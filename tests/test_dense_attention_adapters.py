@@ -1,7 +1,7 @@
 """Adapters of dense attention to other libraries' kernels: what they refuse, and what they pass on.
 
 FlashMLA's and FlashAttention's parts are played by functions of the same signatures that insist on what the real ones
-need. On a GPU, FlashMLA and torch's kernels run in `test_dense_attention_paged.py` and `test_dense_attention_gpu.py`.
+need. On a GPU they run in `test_dense_attention_paged_gpu.py` and `test_dense_attention_gpu.py`.
 """
 
 from __future__ import annotations
