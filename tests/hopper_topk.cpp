@@ -10,7 +10,6 @@
 #define inclusive_scan ptx_inclusive_scan
 #define count_at ptx_count_at
 #define count_if ptx_count_if
-#define set_if ptx_set_if
 #define load_once_16_if ptx_load_once_16_if
 #define send_8 ptx_send_8
 #define send_4 ptx_send_4
@@ -49,7 +48,6 @@
 #undef inclusive_scan
 #undef count_at
 #undef count_if
-#undef set_if
 #undef load_once_16_if
 #undef send_8
 #undef send_4
@@ -169,9 +167,6 @@ static u32 next_number(u32 address) { return at<u32>(address)++; }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
 static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a, b}; }
-static void set_if(bool condition, u32 address, u32 bits) {
-  if (condition) at<u32>(address) |= bits;
-}
 static u32 inclusive_scan(u32 value) {
   const auto& all = simt::meet_warp(value);
   u32 sum = 0;

@@ -93,7 +93,7 @@ struct CutToken {
 template <class L>
 struct SumPlaces {
   static constexpr int BARRIER = 0, GIVEN_UP = 8, NEXT = 16, WHOLE = 128, TEAMS = WHOLE + (L::HEADS * 4 + 127) / 128 * 128,
-                       WEIGHTS = TEAMS + 8192, MOST_WEIGHTS = MOST_WORKERS * L::HEADS * 4;
+                       WEIGHTS = TEAMS + 8192;
 
   static DEVICE constexpr int stage(int count) { return WEIGHTS + (count * L::HEADS * 4 + 127) / 128 * 128; }
 };

@@ -41,12 +41,6 @@ DEVICE void store_folded(float (&values)[HEADS / 4], u32 place, int lane, Combin
   }
 }
 
-template <int N>
-DEVICE void negate(float (&values)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) values[i] = -values[i];
-}
-
 // The sums of a warp's weights.
 template <int HEADS>
 DEVICE void store_sums(float (&sums)[HEADS / 4], u32 place, int lane) {

@@ -42,13 +42,6 @@ DEVICE Place place_at(u32 address) {
   return v;
 }
 
-// Bits of a word of shared memory.
-DEVICE void set_if(bool condition, u32 address, u32 bits) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p red.shared.or.b32 [%0], %1;\n}" ::"r"(address), "r"(bits),
-               "r"(static_cast<u32>(condition))
-               : "memory");
-}
-
 // Adds where a score reaches the least that is wanted.
 DEVICE void add_if_reaches(u32& sum, float score, float least, u32 amount) {
   asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p add.u32 %0, %0, %3;\n}"
