@@ -172,6 +172,60 @@ class Decode(NamedTuple):
     q_unit: int
 
 
+class Programs(NamedTuple):
+    """The programs of a dense decode's launch by shapes.
+
+    Attributes:
+        tile: of a program.
+        even: tile of the launch that shares rows evenly instead.
+        together: tokens of a program. More than one are packed: their rows are all heads of these tokens.
+        count: programs of a part of all rows.
+        splits: parts of a row.
+        workers: programs of each block of heads that may share rows evenly; 0: rows always go by shapes.
+    """
+
+    tile: Tile
+    even: Tile
+    together: int
+    count: int
+    splits: int
+    workers: int
+
+    @property
+    def packed(self) -> bool:
+        return self.together > 1
+
+
+def _programs(
+    device: torch.device,
+    num_tokens: int,
+    num_heads: int,
+    together: int,
+    mode: str,
+    capacity: int,
+    block_size: int,
+    softmax_scale: float,
+    deterministic: bool,
+) -> Programs:
+    """From shapes alone, for so many tokens of a program. `capacity`: keys of a request at most."""
+    if together > 1:
+        chosen = evenly = packed_tile(capability(device), together * num_heads, mode)
+        rows, head_blocks = cdiv(num_tokens, together), 1
+    else:
+        evenly = group_tile(capability(device), num_heads, mode)
+        # by the device alone: parts make as many programs as it has room for
+        alone = programs_are_alone(device, num_tokens, num_heads, deterministic=True)
+        chosen = _tile_of_rows(capability(device), num_heads, mode, alone, softmax_scale, block_size)
+        rows, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
+    splits, workers = DETERMINISTIC_SPLITS, 0
+    if not deterministic:
+        sms, num_warps = num_sms(device), 4 if together > 1 else chosen.num_warps
+        splits = paged_splits(rows, head_blocks, capacity, sms, chosen.block_h, num_warps)
+        even_blocks = 1 if together > 1 else cdiv(num_heads, evenly.block_h)
+        workers = even_workers(rows, even_blocks, capacity, splits, sms, evenly.block_h)
+    return Programs(chosen, evenly, together, rows * head_blocks, splits, workers)
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -203,43 +257,51 @@ def paged_attention(
         q_unit,
     )
     together = 1 if deterministic else tokens_together(num_tokens, num_requests, num_heads)
-    packed = together > 1 and not mode.endswith("exact") and _rows_are_flat(out, lse) and out.stride(1) == LATENT_DIM
-    if packed:
-        chosen = evenly = packed_tile(capability(q.device), together * num_heads, mode)
-        programs, head_blocks = cdiv(num_tokens, together), 1
-    else:
-        evenly, together = group_tile(capability(q.device), num_heads, mode), 1
-        # by the device alone: parts make as many programs as it has room for
-        alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic=True)
-        chosen = _tile_of_rows(capability(q.device), num_heads, mode, alone, softmax_scale, sizes.block_size)
-        programs, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
-    capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
-    splits, workers = DETERMINISTIC_SPLITS, 0
-    if not deterministic:
-        num_warps = chosen.num_warps if not packed else 4
-        splits = paged_splits(programs, head_blocks, capacity, sms, chosen.block_h, num_warps)
-        even_blocks = 1 if packed else cdiv(num_heads, evenly.block_h)
-        workers = even_workers(programs, even_blocks, capacity, splits, sms, evenly.block_h)
-    uneven = _share_evenly(decode, together, evenly, splits, workers, out, lse) if workers else None
-    part_out, part_lse = allocate_parts(out, lse, splits, chosen.half)
+    if together > 1 and (mode.endswith("exact") or not _rows_are_flat(out, lse) or out.stride(1) != LATENT_DIM):
+        together = 1
+    capacity = max_blocks * sizes.block_size
+    programs = _programs(
+        q.device, num_tokens, num_heads, together, mode, capacity, sizes.block_size, softmax_scale, deterministic
+    )
+    uneven = _share_evenly(decode, programs, out, lse) if programs.workers else None
+    part_out, part_lse = allocate_parts(out, lse, programs.splits, programs.tile.half)
+    _launch_by_shapes(decode, programs, uneven, softmax_scale, part_out, part_lse)
+    if programs.splits > 1:
+        merge_parts(part_out, part_lse, None, out, lse, uneven)
+
+
+def _launch_by_shapes(
+    decode: Decode,
+    programs: Programs,
+    uneven: torch.Tensor | None,
+    softmax_scale: float,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+) -> None:
+    """The parts of all rows, unless `uneven` is not 0 then; with one part a row, the results."""
+    sizes, chosen, splits = decode.sizes, programs.tile, programs.splits
+    q = decode.tensors[0]
+    assert q is not None
+    num_tokens, num_heads, _ = q.shape
     tensors = (*decode.tensors, uneven, part_out, part_lse, decode.scale_log2)
     # tiles that are `whole` may take the largest score before it is scaled
     whole = sizes.block_size % chosen.block_n == 0 and suits_large_tiles(softmax_scale)
     keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
-    walks = whole and not packed and chosen.block_h == 32
+    walks = whole and not programs.packed and chosen.block_h == 32
+    capacity = decode.pages.max_blocks * sizes.block_size
     steady = walks and is_steady(chosen, keys, q.dtype, capacity, splits)
     # by stores of 16 bytes whole rows of bfloat16 spill, and 100 x 128 take 836 us for 777
     out_unit = min(output_unit(part_out), 8 if splits > 1 else 4)
-    fixed = keys, chosen, decode.rope, q_unit, out_unit, splits > 1
+    fixed = keys, chosen, decode.rope, decode.q_unit, out_unit, splits > 1
     options = attention_options(*fixed, steady=steady, whole=whole)
     out_strides = tuple(stride // out_unit for stride in part_out.stride()[:-1])
-    if packed:
+    if programs.packed:
         strides = (*decode.strides, out_strides[0], part_lse.stride(0))
-        _packed_kernel[(programs, splits)](
+        _packed_kernel[(programs.count, splits)](
             *tensors,
             num_tokens,
             num_heads,
-            together,
+            programs.together,
             decode.pages,
             splits,
             strides,
@@ -248,11 +310,9 @@ def paged_attention(
         )
     else:
         strides = (*decode.strides, *out_strides, *part_lse.stride()[:-1])
-        _paged_kernel[(num_tokens * head_blocks, splits)](
+        _paged_kernel[(programs.count, splits)](
             *tensors, num_heads, decode.pages, splits, strides, OPTIONS=options, num_warps=chosen.num_warps
         )
-    if splits > 1:
-        merge_parts(part_out, part_lse, None, out, lse, uneven)
 
 
 def _tile_of_rows(
@@ -267,23 +327,22 @@ def _tile_of_rows(
     return chosen
 
 
-def _share_evenly(
-    decode: Decode, together: int, chosen: Tile, splits: int, workers: int, out: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
+def _share_evenly(decode: Decode, programs: Programs, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The launches that compute all rows if their lengths are uneven, and else nothing.
 
-    `together`, `chosen` and `splits` are those of the launch by shapes: tokens of a program, its tile, programs of a
-    row. Returns the element that is then not 0, with which that launch does nothing.
+    `programs` are those of the launch by shapes. Returns the element that is then not 0, with which that launch does
+    nothing.
     """
     num_tokens, num_heads, _ = out.shape
-    head_blocks = 1 if together > 1 else cdiv(num_heads, chosen.block_h)
-    rows_of_a_part = head_blocks * chosen.block_h
+    together, workers = programs.together, programs.workers
+    head_blocks = 1 if programs.packed else cdiv(num_heads, programs.even.block_h)
+    rows_of_a_part = head_blocks * programs.even.block_h
     part_out = torch.empty(2 * workers * rows_of_a_part, LATENT_DIM, dtype=torch.float32, device=out.device)
     part_lse = torch.empty(2 * workers * rows_of_a_part, dtype=torch.float32, device=out.device)
     cuts = torch.empty(num_tokens, 2, dtype=torch.int32, device=out.device)
     uneven = torch.empty(1, dtype=torch.int32, device=out.device)
-    out_unit, even, sizes = stride_unit(out), even_tile(chosen), decode.sizes
-    whole, packed = sizes.block_size % even.block_n == 0, together > 1
+    out_unit, even, sizes = stride_unit(out), even_tile(programs.even), decode.sizes
+    whole, packed = sizes.block_size % even.block_n == 0, programs.packed
     _even_kernel[(workers * head_blocks,)](
         *decode.tensors,
         part_out,
@@ -296,7 +355,7 @@ def _share_evenly(
         num_tokens,
         num_heads,
         together,
-        splits,
+        programs.splits,
         workers,
         decode.pages,
         (*decode.strides, out.stride(0) // out_unit, out.stride(1) // out_unit, lse.stride(0)),
