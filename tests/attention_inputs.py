@@ -112,6 +112,21 @@ def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(sparse_attention, "waves_of", lambda num_tokens, *_: (Wave(num_tokens, shares),))
 
 
+def hopper_expected(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    **options: Any,
+) -> attention_oracle.Expected:
+    """What the Hopper kernels have to give, within their bounds."""
+    rounded = operand("hopper", cache_format, q.dtype)
+    return attention_oracle.attention(
+        q, cache, indices, softmax_scale, operand=rounded, cache_format=cache_format, **options
+    )
+
+
 @contextmanager
 def launched_kernels() -> Iterator[set[str]]:
     """Names of the Hopper kernels that calls inside the block launch."""

@@ -7,7 +7,7 @@ import math
 import attention_oracle
 import pytest
 import torch
-from attention_inputs import SCALE, filled_cache, operand, queries, some_indices
+from attention_inputs import SCALE, filled_cache, hopper_expected, queries, some_indices
 
 import mla_ops
 from mla_ops import dispatch
@@ -69,16 +69,7 @@ def test_any_launch_shares_its_rows(cache_format: str, width: int, shape: Shape,
     for again in found[1:]:
         assert all(map(torch.equal, again, found[0]))
     tokens = list(range(min(11, num_tokens)))
-    expected = attention_oracle.attention(
-        q,
-        cache,
-        indices,
-        SCALE,
-        operand=operand("hopper", cache_format, q.dtype),
-        cache_format=cache_format,
-        tokens=tokens,
-        **options,
-    )
+    expected = hopper_expected(q, cache, indices, SCALE, cache_format, tokens=tokens, **options)
     attention_oracle.assert_close(*found[0], expected)
     assert out.isfinite().all()
     assert not lse.isnan().any()
@@ -102,13 +93,12 @@ def test_two_caches_are_shared_as_one(cache_format: str, width: int, shape: Shap
             q, caches[0], indices, SCALE, cache_format, caches[1], extra, cache_format,
             **options, extra_topk_length=extra_lengths, out=out, lse=lse,
         )  # fmt: skip
-    expected = attention_oracle.attention(
+    expected = hopper_expected(
         q,
         caches[0],
         indices,
         SCALE,
-        operand=operand("hopper", cache_format, q.dtype),
-        cache_format=cache_format,
+        cache_format,
         tokens=list(range(13)),
         extra=attention_oracle.Source(caches[1], cache_format, extra, extra_lengths, None),
         **options,
@@ -152,16 +142,7 @@ def test_a_replay_follows_the_lengths(cache_format: str, width: int, num_tokens:
         eager = out.clone(), lse.clone()
         graph.replay()
         assert all(map(torch.equal, (out, lse), eager))
-        expected = attention_oracle.attention(
-            q,
-            cache,
-            indices,
-            SCALE,
-            operand=operand("hopper", cache_format, q.dtype),
-            cache_format=cache_format,
-            tokens=tokens,
-            topk_length=lens,
-        )
+        expected = hopper_expected(q, cache, indices, SCALE, cache_format, tokens=tokens, topk_length=lens)
         attention_oracle.assert_close(out, lse, expected)
         assert out.isfinite().all()
 
@@ -183,15 +164,7 @@ def test_large_scores_act_as_argmax(cache_format: str, width: int, shape: Shape,
         sparse_attention.paged_sparse_attention(
             q, cache, indices, scale, cache_format, topk_length=lens, out=out, lse=lse
         )
-    expected = attention_oracle.attention(
-        q,
-        cache,
-        indices,
-        scale,
-        operand=operand("hopper", cache_format, q.dtype),
-        cache_format=cache_format,
-        topk_length=lens,
-    )
+    expected = hopper_expected(q, cache, indices, scale, cache_format, topk_length=lens)
     attention_oracle.assert_close(out, lse, expected)
     assert out.isfinite().all()
     assert not lse.isnan().any()
@@ -210,16 +183,8 @@ def test_large_scores_of_dense_decode_act_as_argmax(cache_format: str, num_heads
     with dispatch.override(paged_attention="hopper"):
         out, lse = mla_ops.paged_attention(q, cache, table, requests, lens, scale, cache_format)
     everything = torch.arange(3840, dtype=torch.int32, device=device).expand(num_tokens, -1)
-    expected = attention_oracle.attention(
-        q,
-        cache,
-        everything,
-        scale,
-        operand=operand("hopper", cache_format, q.dtype),
-        cache_format=cache_format,
-        topk_length=lens,
-        block_table=table,
-        req_id_per_token=requests,
+    expected = hopper_expected(
+        q, cache, everything, scale, cache_format, topk_length=lens, block_table=table, req_id_per_token=requests
     )
     attention_oracle.assert_close(out, lse, expected)
     assert out.isfinite().all()

@@ -15,8 +15,8 @@ from attention_inputs import (
     SCALE,
     divides_groups,
     filled_cache,
+    hopper_expected,
     launched_kernels,
-    operand,
     queries,
     rows_with_wide_scales,
     some_indices,
@@ -90,15 +90,8 @@ class Call:
         return self.out.clone(), self.lse.clone()
 
     def expected(self, divides: bool) -> attention_oracle.Expected:
-        return attention_oracle.attention(
-            self.q,
-            self.cache,
-            self.indices,
-            SCALE,
-            operand=operand("hopper", self.cache_format, self.q.dtype),
-            cache_format=self.cache_format,
-            divides=divides,
-            **self.options,
+        return hopper_expected(
+            self.q, self.cache, self.indices, SCALE, self.cache_format, divides=divides, **self.options
         )
 
     def check(self, shapes: Iterator[Shape]) -> None:
@@ -300,15 +293,7 @@ def test_two_waves(cache_format: str, width: int, first: int, rest: int, num_hea
     eager = step()
     tokens = [0, first - 1, first, num_tokens - 1]
     chosen = {name: value if name in ("block_table", "attn_sink") else value[tokens] for name, value in options.items()}
-    expected = attention_oracle.attention(
-        q[tokens],
-        cache,
-        indices[tokens],
-        SCALE,
-        operand=operand("hopper", cache_format, q.dtype),
-        cache_format=cache_format,
-        **chosen,
-    )
+    expected = hopper_expected(q[tokens], cache, indices[tokens], SCALE, cache_format, **chosen)
     attention_oracle.assert_close(eager[0][tokens], eager[1][tokens], expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
