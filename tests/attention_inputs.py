@@ -83,13 +83,13 @@ def some_indices(num_tokens: int, topk: int, num_slots: int, device: torch.devic
     return indices
 
 
-def force_rounds(monkeypatch: pytest.MonkeyPatch, *rounds: tuple[int, tuple[int, int, int]]) -> None:
-    """The portable kernel takes these rounds: tokens, and how it cuts their rows."""
+def force_waves(monkeypatch: pytest.MonkeyPatch, *waves: tuple[int, tuple[int, int, int]]) -> None:
+    """The portable kernel takes these waves: tokens, and how it cuts their rows."""
     from mla_ops.kernels.triton import sparse_attention
-    from mla_ops.kernels.triton.rounds import Round, Shares
+    from mla_ops.kernels.triton.waves import Shares, Wave
 
-    chosen = tuple(Round(num_tokens, Shares(*shares)) for num_tokens, shares in rounds)
-    monkeypatch.setattr(sparse_attention, "rounds_of", lambda *_: chosen)
+    chosen = tuple(Wave(num_tokens, Shares(*shares)) for num_tokens, shares in waves)
+    monkeypatch.setattr(sparse_attention, "waves_of", lambda *_: chosen)
 
 
 def force_tile(monkeypatch: pytest.MonkeyPatch, *sizes: int, **options: bool) -> None:
@@ -103,10 +103,10 @@ def force_tile(monkeypatch: pytest.MonkeyPatch, *sizes: int, **options: bool) ->
 def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The portable kernel cuts all rows in as many parts."""
     from mla_ops.kernels.triton import sparse_attention
-    from mla_ops.kernels.triton.rounds import Round, Shares
+    from mla_ops.kernels.triton.waves import Shares, Wave
 
     shares = Shares(count, 1, count)
-    monkeypatch.setattr(sparse_attention, "rounds_of", lambda num_tokens, *_: (Round(num_tokens, shares),))
+    monkeypatch.setattr(sparse_attention, "waves_of", lambda num_tokens, *_: (Wave(num_tokens, shares),))
 
 
 def check(

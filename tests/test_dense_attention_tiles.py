@@ -124,7 +124,7 @@ def test_queries_in_two_tensors(device: torch.device, cache_format: str) -> None
 @pytest.mark.parametrize("scale", [-SCALE, 0.0, 2.0**31])
 def test_a_scale_that_is_not_above_0_or_large(device: torch.device, cache_format: str, scale: float) -> None:
     """Such scores have another largest one, or a rounding that exp2 does not take: groups take them, in other tiles."""
-    from mla_ops.kernels.triton.rounds import suits_large_tiles
+    from mla_ops.kernels.triton.waves import suits_large_tiles
 
     assert not suits_large_tiles(scale)
     cache, q = filled_cache(cache_format, 3, 32, device), queries(1, NUM_HEADS, BF16, device)

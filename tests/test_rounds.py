@@ -1,10 +1,10 @@
-"""Rounds of the portable attention kernel: which rows are cut in how many parts, and that results are right however."""
+"""Waves of the portable attention kernel: which rows are cut in how many parts, and that results are right however."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from attention_inputs import SCALE, check, check_two_caches, filled_cache, force_rounds, queries, some_indices
+from attention_inputs import SCALE, check, check_two_caches, filled_cache, force_waves, queries, some_indices
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("triton_attention")
@@ -19,12 +19,12 @@ ROUNDS = {
 
 
 @pytest.fixture(params=ROUNDS.values(), ids=ROUNDS)
-def rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    force_rounds(monkeypatch, *request.param)
+def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_waves(monkeypatch, *request.param)
 
 
 def test_split_table() -> None:
-    from mla_ops.kernels.triton.rounds import num_splits
+    from mla_ops.kernels.triton.waves import num_splits
 
     assert num_splits(0, 2, 2048, SMS) == 1
     assert num_splits(1, 1, 2048, SMS) == 32
@@ -37,13 +37,13 @@ def test_split_table() -> None:
     assert num_splits(1, 1, 10**6, 10**6) == 64
 
 
-def test_round_table() -> None:
+def test_wave_table() -> None:
     """What follows from the measured costs: H200, tokens, programs of a token, tiles of 64 keys."""
-    from mla_ops.kernels.triton.rounds import num_splits, rounds_of_rows
+    from mla_ops.kernels.triton.waves import num_splits, waves_of_rows
 
     def chosen(num_tokens: int, head_blocks: int, tiles: int) -> list[tuple[int, ...]]:
         parts = num_splits(num_tokens, head_blocks, 64 * tiles, SMS)
-        return [(count, *shares) for count, shares in rounds_of_rows(num_tokens, head_blocks, tiles, 64, SMS, parts)]
+        return [(count, *shares) for count, shares in waves_of_rows(num_tokens, head_blocks, tiles, 64, SMS, parts)]
 
     assert chosen(64, 1, 32) == [(64, 2, 1, 2)], "two parts fill the GPU"
     assert chosen(128, 1, 32) == [(128, 1, 1, 1)]
@@ -58,16 +58,16 @@ def test_round_table() -> None:
     assert chosen(1, 1, 0) == [(1, 1, 1, 1)]
 
 
-def test_rounds_have_all_rows_and_all_keys() -> None:
-    from mla_ops.kernels.triton.rounds import num_splits, rounds_of_rows
+def test_waves_have_all_rows_and_all_keys() -> None:
+    from mla_ops.kernels.triton.waves import num_splits, waves_of_rows
 
     for tiles in (1, 2, 7, 8, 32):
         for head_blocks in (1, 2):
             for num_tokens in (*range(1, 150), 200, 263, 264, 265, 400, 800):
                 parts = num_splits(num_tokens, head_blocks, 64 * tiles, SMS)
-                rounds = rounds_of_rows(num_tokens, head_blocks, tiles, 64, SMS, parts)
-                assert sum(count for count, _ in rounds) == num_tokens
-                for count, shares in rounds:
+                waves = waves_of_rows(num_tokens, head_blocks, tiles, 64, SMS, parts)
+                assert sum(count for count, _ in waves) == num_tokens
+                for count, shares in waves:
                     assert count > 0
                     assert 1 <= shares.parts <= 64
                     for length in range(tiles + 1):
@@ -78,29 +78,29 @@ def test_rounds_have_all_rows_and_all_keys() -> None:
 
 def test_sms_with_several_programs_and_rows_that_must_not_notice_their_batch_have_one_round() -> None:
     from mla_ops.kernels.triton.attention_options import make_tile
-    from mla_ops.kernels.triton.rounds import rounds_of
     from mla_ops.kernels.triton.sparse_attention import has_its_sm
+    from mla_ops.kernels.triton.waves import waves_of
 
     small, beside, large = make_tile(16, 32, 4, 2), make_tile(32, 32, 4, 1), make_tile(64, 64, 8, 1)
     assert has_its_sm((9, 0), large)
     assert has_its_sm((12, 0), small)
     assert not has_its_sm((9, 0), small)
     assert not has_its_sm((10, 0), beside)
-    assert len(rounds_of(140, 1, 2048, large, SMS, False, True)) == 2
+    assert len(waves_of(140, 1, 2048, large, SMS, False, True)) == 2
     for alone, deterministic in ((False, False), (True, True)):
         for num_tokens in (1, 8, 67, 140, 200):
-            (only,) = rounds_of(num_tokens, 1, 2048, large, SMS, deterministic, alone)
+            (only,) = waves_of(num_tokens, 1, 2048, large, SMS, deterministic, alone)
             assert only.num_tokens == num_tokens
 
 
 def test_round_table_of_programs_in_pairs() -> None:
     """16 heads on an SM90 GPU of 132 SMs, each with room for two programs."""
     from mla_ops.kernels.triton.attention_options import make_tile
-    from mla_ops.kernels.triton.rounds import rounds_of
+    from mla_ops.kernels.triton.waves import waves_of
 
     def chosen(num_tokens: int, topk: int) -> list[tuple[int, int]]:
-        rounds = rounds_of(num_tokens, 1, topk, make_tile(16, 32, 4, 2), 2 * SMS, False, False)
-        return [(count, shares.parts) for count, shares in rounds]
+        waves = waves_of(num_tokens, 1, topk, make_tile(16, 32, 4, 2), 2 * SMS, False, False)
+        return [(count, shares.parts) for count, shares in waves]
 
     assert chosen(8, 2048) == [(8, 32)]
     assert chosen(8, 128) == [(8, 2)], "few rows are cut as they were timed"
@@ -114,7 +114,7 @@ def test_round_table_of_programs_in_pairs() -> None:
 
 @pytest.mark.parametrize("given", ["slots", "a block table", "lengths"])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-def test_rounds_equal_float64(device: torch.device, rounds: None, cache_format: str, given: str) -> None:
+def test_waves_equal_float64(device: torch.device, waves: None, cache_format: str, given: str) -> None:
     """Every tensor that has a row a token is cut with them."""
     cache = filled_cache(cache_format, 12, 16, device)
     indices = some_indices(5, 210, 60 if given == "a block table" else 192, device)
@@ -134,7 +134,7 @@ def test_rounds_equal_float64(device: torch.device, rounds: None, cache_format: 
     assert torch.equal(parts[1], lse)
 
 
-def test_rounds_over_flat_keys_equal_those_over_pages(device: torch.device, rounds: None) -> None:
+def test_waves_over_flat_keys_equal_those_over_pages(device: torch.device, waves: None) -> None:
     cache, indices = filled_cache("bf16", 12, 16, device), some_indices(5, 210, 192, device)
     q = queries(5, 3, torch.bfloat16, device)
     paged = torch.ops.mla.paged_sparse_attention(q, cache, indices, 0.1, "bf16")
@@ -143,7 +143,7 @@ def test_rounds_over_flat_keys_equal_those_over_pages(device: torch.device, roun
     assert torch.equal(paged[1], flat[1])
 
 
-def test_rounds_over_two_caches_equal_float64(device: torch.device, rounds: None) -> None:
+def test_waves_over_two_caches_equal_float64(device: torch.device, waves: None) -> None:
     cache, extra = filled_cache(V4, 3, 64, device), filled_cache(V4, 60, 2, device)
     indices, extra_indices = some_indices(5, 70, 192, device), some_indices(5, 130, 120, device)
     options = {

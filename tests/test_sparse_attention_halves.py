@@ -227,8 +227,8 @@ def test_few_rows_have_tiles_of_16_heads() -> None:
 
 def test_short_rows_have_an_sm_for_each_16_heads() -> None:
     from mla_ops.kernels.triton.attention_options import make_tile
-    from mla_ops.kernels.triton.rounds import Round, Shares, rounds_of
     from mla_ops.kernels.triton.sparse_attention import is_short
+    from mla_ops.kernels.triton.waves import Shares, Wave, waves_of
 
     for num_tokens, num_heads in ((1, 16), (8, 128), (33, 64), (132, 16)):
         assert is_short(num_tokens, num_heads, 128, "plain", False, 132)
@@ -236,4 +236,4 @@ def test_short_rows_have_an_sm_for_each_16_heads() -> None:
         assert not is_short(num_tokens, num_heads, 129, "plain", False, 132)
         assert not is_short(num_tokens, num_heads, 128, "fp8", False, 132)
     assert not is_short(34, 64, 128, "plain", False, 132)
-    assert rounds_of(8, 4, 128, make_tile(16, 32, 4, 2), 264, False, False, True) == (Round(8, Shares(1, 1, 1)),)
+    assert waves_of(8, 4, 128, make_tile(16, 32, 4, 2), 264, False, False, True) == (Wave(8, Shares(1, 1, 1)),)

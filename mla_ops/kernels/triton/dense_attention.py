@@ -41,7 +41,6 @@ from .dense_attention_tiles import (
     value_block,
     weight_sums,
 )
-from .rounds import suits_large_tiles
 from .sparse_attention import (
     LOG2E,
     CacheSizes,
@@ -52,6 +51,7 @@ from .sparse_attention import (
     query_unit,
 )
 from .splits import allocate_parts, merge_parts, output_unit
+from .waves import suits_large_tiles
 
 COMPACT_BLOCK = 1024
 MAX_TOKEN_STRIDE = 2**24

@@ -24,7 +24,6 @@ from .attention_options import (
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
-from .rounds import Shares, parts_of, rounds_of, suits_large_tiles
 from .sparse_attention_again import store_walk
 from .sparse_attention_device import (
     attend_keys,
@@ -48,6 +47,7 @@ from .sparse_attention_wide import (
     whole_tiles_or_one,
 )
 from .splits import allocate_parts, merge_parts, output_unit
+from .waves import Shares, parts_of, suits_large_tiles, waves_of
 
 LOG2E = 1.4426950408889634
 LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in bytes has 32 bits
@@ -329,8 +329,8 @@ def _attend(
     wanted = wanted_programs(q.device, chosen, num_tokens * head_blocks)
     single = has_its_sm(capability(q.device), chosen)
     short = is_short(num_tokens, num_heads, topk, sizes.keys.operands, deterministic, num_sms(q.device))
-    rounds = rounds_of(num_tokens, head_blocks, topk, chosen, wanted, deterministic, single, short)
-    for rows, shares in parts_of(rounds, _Rows(q, q_rope, indices, topk_length, req_id_per_token, out, lse)):
+    waves = waves_of(num_tokens, head_blocks, topk, chosen, wanted, deterministic, single, short)
+    for rows, shares in parts_of(waves, _Rows(q, q_rope, indices, topk_length, req_id_per_token, out, lse)):
         _launch(rows, kv, softmax_scale, sizes, chosen, attn_sink, block_table, shares)
 
 
@@ -472,10 +472,10 @@ def paged_sparse_attention_extra(
     wanted = wanted_programs(q.device, chosen, num_tokens * head_blocks)
     single = has_its_sm(capability(q.device), chosen)
     paired = not deterministic and min(num_tokens * head_blocks, wanted) > num_sms(q.device)
-    rounds = rounds_of(num_tokens, head_blocks, topk + extra_topk, chosen, wanted, deterministic, single)
+    waves = waves_of(num_tokens, head_blocks, topk + extra_topk, chosen, wanted, deterministic, single)
     every = _RowsOfTwo(q, indices, topk_length, extra_indices, extra_topk_length, req_id_per_token, out, lse)
     caches = kv_cache, block_table, sizes, extra_kv_cache, extra_block_table, extra
-    for rows, shares in parts_of(rounds, every):
+    for rows, shares in parts_of(waves, every):
         _launch_extra(rows, caches, softmax_scale, chosen, paired, attn_sink, shares)
 
 

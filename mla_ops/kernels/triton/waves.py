@@ -1,6 +1,6 @@
-"""Rounds: which rows of a call are cut in how many parts, so that the last programs of a launch leave no SM empty.
+"""Waves: which rows of a call are cut in how many parts, so that the last programs of a launch leave no SM empty.
 
-A round is a launch over some rows, each cut alike. Everything follows from shapes, so that a captured launch fits every
+A wave is a launch over some rows, each cut alike. Everything follows from shapes, so that a captured launch fits every
 replay.
 """
 
@@ -18,7 +18,7 @@ DETERMINISTIC_SPLIT_KEYS = 512
 
 
 class Costs(NamedTuple):
-    """Costs of a program beside its keys, of a launch behind another, and of the merge of a round's parts.
+    """Costs of a program beside its keys, of a launch behind another, and of the merge of a wave's parts.
 
     The unit is the time of a key. `lone` is what a turn takes if it leaves every SM at least half of its room.
     """
@@ -31,8 +31,8 @@ class Costs(NamedTuple):
 
 # fp8_ds_mla, H200: 64 keys take 3.7 us for 64 heads, and 6.1 for 16 heads of each of two programs that share an SM
 ALONE, IN_PAIRS = Costs(140, 40, 100, 1.0), Costs(100, 20, 50, 0.65)
-# Rounds have to take at most this share of a launch that cuts all rows alike. H200, tokens x 64 heads: up to FEW_TURNS
-# of whole rows 0.95, as bf16 110, 235, 360 take 113, 216, 297 us in rounds, which should save less, and 102, 196, 288
+# Waves have to take at most this share of a launch that cuts all rows alike. H200, tokens x 64 heads: up to FEW_TURNS
+# of whole rows 0.95, as bf16 110, 235, 360 take 113, 216, 297 us in waves, which should save less, and 102, 196, 288
 # without; of more, flat 850, 1,500, 4,096 take 592, 1,015, 2,812 us for 610, 1,033, 2,834, and 1,024, 2,048, which
 # should save less than 2.5 %, 715, 1,433 for 699, 1,427.
 FEW_TURNS, PAYS, PAYS_IN_MANY = 6, 0.95, 0.975
@@ -48,7 +48,7 @@ class Shares(NamedTuple):
     of: int
 
 
-class Round(NamedTuple):
+class Wave(NamedTuple):
     num_tokens: int
     shares: Shares
 
@@ -119,10 +119,10 @@ def _one_round(num_tokens: int, work: _Work) -> tuple[float, Shares]:
     return min(ways)
 
 
-def _rounds(num_tokens: int, work: _Work, more: int) -> tuple[float, tuple[Round, ...]]:
-    """The cheapest rounds, at most `more` behind the first: some rows fill all SMs, the rest is cut in another way."""
+def _waves(num_tokens: int, work: _Work, more: int) -> tuple[float, tuple[Wave, ...]]:
+    """The cheapest waves, at most `more` behind the first: some rows fill all SMs, the rest is cut in another way."""
     cost, shares = _one_round(num_tokens, work)
-    best: tuple[float, tuple[Round, ...]] = (cost, (Round(num_tokens, shares),))
+    best: tuple[float, tuple[Wave, ...]] = (cost, (Wave(num_tokens, shares),))
     if more == 0:
         return best
     for parts in (1, 2, 3, 4):
@@ -131,14 +131,14 @@ def _rounds(num_tokens: int, work: _Work, more: int) -> tuple[float, tuple[Round
         if parts > work.tiles or not 0 < filling < num_tokens or (parts > 1 and turns > 1):
             continue
         first, cut = _even(filling, work, parts)
-        rest, rounds = _rounds(num_tokens - filling, work, more - 1)
+        rest, waves = _waves(num_tokens - filling, work, more - 1)
         if first + work.costs.launch + rest < best[0]:
-            best = first + work.costs.launch + rest, (Round(filling, cut), *rounds)
+            best = first + work.costs.launch + rest, (Wave(filling, cut), *waves)
     return best
 
 
 @functools.lru_cache(4096)
-def rounds_of_rows(
+def waves_of_rows(
     num_tokens: int,
     head_blocks: int,
     tiles: int,
@@ -147,8 +147,8 @@ def rounds_of_rows(
     parts: int,
     uneven: bool = True,
     costs: Costs = ALONE,
-) -> tuple[Round, ...]:
-    """Rounds in their order.
+) -> tuple[Wave, ...]:
+    """Waves in their order.
 
     Args:
         num_tokens: rows.
@@ -166,13 +166,13 @@ def rounds_of_rows(
     counts = {1, parts} if many or costs == ALONE else {parts}
     plain, shares = min(_even(num_tokens, work, count) for count in counts)
     if many and tiles > 1:
-        cost, rounds = _rounds(num_tokens, work, 2)
+        cost, waves = _waves(num_tokens, work, 2)
         if cost < plain * (PAYS if programs <= FEW_TURNS * sms else PAYS_IN_MANY):
-            return rounds
-    return (Round(num_tokens, shares),)
+            return waves
+    return (Wave(num_tokens, shares),)
 
 
-def rounds_of(
+def waves_of(
     num_tokens: int,
     head_blocks: int,
     topk: int,
@@ -181,9 +181,9 @@ def rounds_of(
     deterministic: bool,
     alone: bool,
     short: bool = False,
-) -> tuple[Round, ...]:
-    """The rounds of a call: one, of parts by `num_splits`, where a row must not notice its batch, and where SMs run
-    two programs of more than 16 heads, which have not been timed in rounds.
+) -> tuple[Wave, ...]:
+    """The waves of a call: one, of parts by `num_splits`, where a row must not notice its batch, and where SMs run
+    two programs of more than 16 heads, which have not been timed in waves.
 
     Args:
         num_tokens, head_blocks: rows, and programs of each.
@@ -196,19 +196,19 @@ def rounds_of(
     """
     parts = 1 if short else num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
     if short or deterministic or not (alone or chosen.block_h == 16):
-        return (Round(num_tokens, Shares(parts, 1, parts)),)
+        return (Wave(num_tokens, Shares(parts, 1, parts)),)
     # where small programs meet on an SM, short parts gain nothing
     uneven, tiles = chosen.num_warps == 8, cdiv(topk, chosen.block_n)
     costs = ALONE if alone else IN_PAIRS
-    return rounds_of_rows(num_tokens, head_blocks, tiles, chosen.block_n, wanted, parts, uneven, costs)
+    return waves_of_rows(num_tokens, head_blocks, tiles, chosen.block_n, wanted, parts, uneven, costs)
 
 
-def parts_of(rounds: tuple[Round, ...], rows: Rows) -> Iterator[tuple[Rows, Shares]]:
-    """The tensors of each round, and how it cuts rows."""
+def parts_of(waves: tuple[Wave, ...], rows: Rows) -> Iterator[tuple[Rows, Shares]]:
+    """The tensors of each wave, and how it cuts rows."""
     start = 0
-    for num_tokens, shares in rounds:
+    for num_tokens, shares in waves:
         part = rows
-        if len(rounds) > 1:
+        if len(waves) > 1:
             part = type(rows)(*(None if x is None else x[start : start + num_tokens] for x in rows))
         yield part, shares
         start += num_tokens
