@@ -47,7 +47,7 @@ test-triton: $(VENV)/.installed-dev
 
 test-flashinfer: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install -q --upgrade --no-deps --target $(VENV)/flashinfer $(FLASHINFER) $(FLASHINFER_IMPORTS)
-	PYTHONPATH=$(abspath $(VENV))/flashinfer $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/test_flashinfer_installed.py tests/test_flashinfer.py tests/test_flashinfer_sparse.py
+	PYTHONPATH=$(abspath $(VENV))/flashinfer $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/test_flashinfer_installed.py tests/test_flashinfer_dense.py tests/test_flashinfer_sparse.py
 
 fuzz: $(VENV)/.installed-dev
 	cd tests && $(TEST_ENVIRONMENT) $(abspath $(BIN))/python -m fuzz $(FUZZ_ARGS)

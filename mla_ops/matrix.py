@@ -101,7 +101,7 @@ TESTS: dict[str, dict[str, str]] = {
         "merge_attention_states.stacked": "test_dense_attention_paged.py::test_a_context_in_parts_merges_to_the_whole",
         "build_step_metadata": "test_step_metadata.py::test_step_equals_python",
         "compress_and_cache": "test_compressor.py::test_formats_round_the_float32_entry_once",
-        "build_compressed_metadata": "test_v4_metadata.py::test_compressed_metadata_equals_python",
+        "build_compressed_metadata": "test_step_metadata_v4.py::test_compressed_metadata_equals_python",
         "write_index_cache": "test_indexer.py::test_written_bytes_are_those_of_the_format",
         "gather_index_cache": "test_indexer.py::test_gathered_keys_and_scales_are_the_written_ones",
         "quantize_index_query": "test_indexer.py::test_queries_and_weights_keep_their_products",
@@ -136,8 +136,8 @@ TESTS: dict[str, dict[str, str]] = {
         "paged_sparse_attention": "test_flashinfer_sparse.py::test_sm120_holds_the_contract_but_for_what_it_rounds",
         "paged_sparse_attention, bf16": "test_flashinfer_sparse.py::test_sm100_holds_the_contract",
         "paged_sparse_attention.extra": "test_flashinfer_sparse.py::test_two_caches_share_a_softmax",
-        "paged_attention": "test_flashinfer.py::test_paged_attention_holds_the_contract",
-        "prefill_attention": "test_flashinfer.py::test_prefill_holds_the_contract",
+        "paged_attention": "test_flashinfer_dense.py::test_paged_attention_holds_the_contract",
+        "prefill_attention": "test_flashinfer_dense.py::test_prefill_holds_the_contract",
     },
     "flash_attn": {
         "prefill_attention": "test_dense_attention_adapters.py"

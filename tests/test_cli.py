@@ -195,7 +195,7 @@ def test_demo_names_the_lowering_of_every_op_that_ran(capsys, monkeypatch, small
 
 
 def test_demo_compiles_a_graph_for_each_kind_of_step_and_nothing_after_warm_up(capsys, monkeypatch):
-    """Prefill, a short prefill, which runs dense, and decode. test_models.py compiles them by Inductor."""
+    """Prefill, a short prefill, which runs dense, and decode. test_deepseek_v32.py compiles them by Inductor."""
     torch._dynamo.reset()
     small = dataclasses.replace(ARCHITECTURES["v3.2"], build=functools.partial(SMALL["v3.2"], num_layers=1))
     monkeypatch.setitem(ARCHITECTURES, "v3.2", small)

@@ -36,7 +36,7 @@ from mla_ops.models.parts import choose_keys
 BOOK = list(TEXT.read_bytes())
 PROMPTS = [BOOK[:5], BOOK[40:101], BOOK[300:301]]
 LIMITS = [30, 12, 4]  # the first grows past `index_topk`, the second is past it
-# test_deepseek_v3.py, test_models.py and test_deepseek_v4.py go deeper into these
+# test_deepseek_v3.py, test_deepseek_v32.py and test_deepseek_v4.py go deeper into these
 ELSEWHERE = ("DeepSeek-V3", "DeepSeek-V3.2", "DeepSeek-V4")
 NAMES = [name for name in SMALL_MODELS if name not in ELSEWHERE]
 

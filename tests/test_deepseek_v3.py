@@ -184,7 +184,7 @@ def test_compiled_is_two_graphs_without_breaks_for_every_length():
 
 
 def test_bfloat16_error_is_what_bfloat16_explains(smooth_model):
-    """Both are compared with the float32 run of the same bfloat16 weights; the bound is that of `test_models.py`.
+    """Both are compared with the float32 run of the same bfloat16 weights; the bound is that of `test_deepseek_v32.py`.
 
     A rounding to bfloat16 is 2**-9 / sqrt(3) rms, about 16 of them follow each other in a layer. Merging a chunk rounds
     the attention's output once more, and so does each chunk.
@@ -202,7 +202,7 @@ def test_bfloat16_error_is_what_bfloat16_explains(smooth_model):
 
 
 def test_fp8_cache_error_is_what_e4m3_explains(smooth_model):
-    """Float32 but for the cache; the bound is that of `test_models.py`. A prefill reads only what came before it."""
+    """Float32 but for the cache, the bound of `test_deepseek_v32.py`. A prefill reads only what came before it."""
     text = BOOK[:200]
     exact = stock_logits(smooth_model, text)
     decoder = decoder_for(smooth_model, 200)
