@@ -213,9 +213,9 @@ using R = L::R;
 static u32 offset_of(int dim) { return dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2; }
 
 // Rows of `turns` * 64 keys, of which some count; queries [64, 576]; the order of threads. Sums of weights and of
-// weights times keys, 256 times as large, [64, 512], both relative to references [64].
+// weights times keys, 256 times as large, [64, 512], both relative to running maxima [64].
 extern "C" void by_group(int turns, const unsigned char* rows, const bool* live, const u16* q, float scale_log2,
-                         unsigned seed, double* sums, float* references, float* out) {
+                         unsigned seed, double* sums, float* running_max, float* out) {
   barriers.clear(), named.clear();
   for (u32 of_4_warps : {L::WEIGHTS_FULL, L::QUERIES_FREE, L::VALUES_FREE, L::VALUES_FREE + 8, L::VALUES_FREE + 16,
                          L::VALUES_FREE + 24})
@@ -263,7 +263,7 @@ extern "C" void by_group(int turns, const unsigned char* rows, const bool* live,
       score_by_group<L, SCORE_BARRIER>(p, row, 0, thread, ring, own, false);
       for (int c = 0; c < 16; ++c) sums[c / 2 * 8 + 2 * t + c % 2] += own[c];
       named_barrier<SCORE_BARRIER, 128>();
-      if (thread < 64) references[thread] = at<float>(L::COLUMNS + thread * 8 + 4);
+      if (thread < 64) running_max[thread] = at<float>(L::COLUMNS + thread * 8 + 4);
     } else {
       float o[2][64] = {};
       accumulate_by_group<L>(0, role - 1, thread, ring, o);

@@ -181,12 +181,12 @@ static float number(const Row& row, int share, int a, int b, int c) {
   return (bits & 0xffff) / 65536.f;
 }
 
-// The sum and reference of a head in a share: shares of some tokens have no key, others are bfloat16.
+// The sum and running maximum of a head in a share: shares of some tokens have no key, others are bfloat16.
 static float2 state_of(const Row& row, int share, int head) {
   if ((row.token + share) % 5 == 0) return {0.f, NO_SCORE_YET};
   const float sum = 1 + 100 * number(row, share, head, -1, 0),
-              reference = std::floor(40 * number(row, share, head, -2, 0)) - 20;
-  return {row.token % 2 && (row.token + share) % 4 == 0 ? -sum : sum, reference};  // even tokens have none of bfloat16
+              running_max = std::floor(40 * number(row, share, head, -2, 0)) - 20;
+  return {row.token % 2 && (row.token + share) % 4 == 0 ? -sum : sum, running_max};  // even tokens have none of bfloat16
 }
 
 static float value_of(const Row& row, int share, int warp, int lane, int n) {

@@ -57,11 +57,11 @@ def test_a_row_by_group(library: ctypes.CDLL, case: str, steepness: int) -> None
 
     scores = q.double() @ keys.T
     scale_log2 = steepness / max(scores.abs().max().item(), 1e-30)
-    sums, references, out = torch.empty(64, dtype=torch.double), torch.empty(64), torch.empty(64, 512)
+    sums, running_max, out = torch.empty(64, dtype=torch.double), torch.empty(64), torch.empty(64, 512)
     arguments = pointer(rows), pointer(live), pointer(q), ctypes.c_float(scale_log2), 1
-    library.by_group(TURNS, *arguments, pointer(sums), pointer(references), pointer(out))
+    library.by_group(TURNS, *arguments, pointer(sums), pointer(running_max), pointer(out))
 
-    weights = (scores * scale_log2 - references.double()[:, None]).exp2() * live
+    weights = (scores * scale_log2 - running_max.double()[:, None]).exp2() * live
     assert ((sums / weights.sum(1) - 1).abs() <= 2**-14 * (1 + steepness / 64)).all()
     values = keys[:, :512] * FACTOR
     # A weight and a value are rounded to bfloat16 once each.

@@ -97,7 +97,7 @@ def test_what_has_no_such_exponent_is_told(library: ctypes.CDLL, scale: float) -
 
 
 def test_a_key_of_zeros_weighs_least_beside_others(library: ctypes.CDLL) -> None:
-    """Its score has to set no reference beside which small values' weights vanish from float16."""
+    """Its score has to set no running maximum beside which small values' weights vanish from float16."""
     assert taken_of_fp8(library, [0.0] * 4) == (True, False, 2.0 ** -RANGE[0], [0.0] * 4)
 
 

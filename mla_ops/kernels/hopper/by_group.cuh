@@ -4,7 +4,7 @@
 // are e4m3 times four bits of their scale, which bfloat16 holds. What these leave out goes to weights, bfloat16 too, of
 // which each group has its own. Accumulators are what usual turns make them.
 //
-//     score        S = sum over groups of (e4m3 Q') scale -> w = bfloat16(2^(S - reference) rest) into the keys' rows
+//     score        S = sum over groups of (e4m3 Q') scale -> w = bfloat16(2^(S - running maximum) rest) into the keys' rows
 //     accumulate   V = e4m3 bits of the scale, made of these rows once products of the last turn are over; O += w V
 #pragma once
 
@@ -15,7 +15,7 @@
 
 constexpr u32 HAS_RESTS = 1 << 17;  // flag beside a `Turn`: weights differ by group
 
-// Barriers of a turn: values are made, and products of the one before are over; it is known whether references moved;
+// Barriers of a turn: values are made, and products of the one before are over; it is known whether running maxima moved;
 // weights are there; both warpgroups that accumulate have read them.
 constexpr int GROUP_VALUES_BARRIER = 8, GROUP_TURN_BARRIER = 9, GROUP_WEIGHTS_BARRIER = 10,
               GROUP_READ_BARRIER = 11;
@@ -165,7 +165,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     last = uniform(alive) >= LAST_TURN;
 #pragma unroll
     for (int j = 0; j < L::HEADS / 8; ++j) {
-      const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
+      const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and running maximum of two heads
 #pragma unroll
       for (int e = 4 * j; e < 4 * j + 4; ++e)
         s[e] = fmaf(s[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
@@ -196,9 +196,9 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     }
     if (!has_rests && !(last && slot % 4 == 0)) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
     u32 turn = BY_GROUP;
-    if (named_barrier_any<BARRIER, 128>(top > REFERENCE_SLACK || !(load_shared_4(state) & 1) && (alive & 0xffff))) {
+    if (named_barrier_any<BARRIER, 128>(top > RESCALE_THRESHOLD || !(load_shared_4(state) & 1) && (alive & 0xffff))) {
       const u32 before = load_shared_4(state);
-      raise_references<L>(s, sums, before & 1, RAISED_TO, shared, thread);
+      raise_running_max<L>(s, sums, before & 1, RAISED_TO, shared, thread);
       turn = BY_GROUP_MOVED;
       if (thread == 0) store_shared_4(state, before | 1);
     }

@@ -7,7 +7,7 @@
 #include "merge.cuh"
 
 constexpr int NO_TURN = 4;               // kind of a turn, or which turn is the last, of a share without keys
-constexpr float NO_KEYS_AT_ALL = 2 * NO_SCORE_YET;  // the reference that such a share sends
+constexpr float NO_KEYS_AT_ALL = 2 * NO_SCORE_YET;  // the running maximum that such a share sends
 
 // Whether no CTA of a cluster has a key, asked where this one has none. Waits for the states of all.
 template <class L>

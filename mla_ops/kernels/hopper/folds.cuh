@@ -2,8 +2,8 @@
 // cluster (`merge.cuh`) add up to, bit for bit. Tiles of 16 and 32 heads have the registers.
 //
 // A share's accumulators become float16 averages, as in a packet, and are added to the sum with the share's weight, in
-// the order of shares. A cluster knows the row's highest reference before it adds; here the sum is relative to the
-// highest up to now, and follows it. References are whole numbers, so this multiplies by powers of two, which commutes
+// the order of shares. A cluster knows the row's highest running maximum before it adds; here the sum is relative to the
+// highest up to now, and follows it. Running maxima are whole numbers, so this multiplies by powers of two, which commutes
 // with the rounding of float32. It does not below 2^-126: a share whose scores lie 87 below another's may give other bits
 // where all shares above it have averages of 0.
 #pragma once

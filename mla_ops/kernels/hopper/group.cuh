@@ -9,10 +9,10 @@
 #include "meeting.cuh"
 #include "merge.cuh"
 
-// The sums and references of this CTA's heads, by the warpgroup of scores.
+// The sums and running maxima of this CTA's heads, by the warpgroup of scores.
 template <class L>
-DEVICE void leave_states(const Params& p, const Row& row, u32 shared, int thread, float sum, float reference) {
-  if (thread < L::HEADS) meeting_of<L>(p, row).states[row.rank * L::HEADS + thread] = make_float2(sum, reference);
+DEVICE void leave_states(const Params& p, const Row& row, u32 shared, int thread, float sum, float running_max) {
+  if (thread < L::HEADS) meeting_of<L>(p, row).states[row.rank * L::HEADS + thread] = make_float2(sum, running_max);
   __syncwarp();
   warp_arrive(shared + L::ALL_LEFT, thread & 31);
   named_barrier_arrive(STATES_BARRIER, 160);

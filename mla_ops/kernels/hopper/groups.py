@@ -58,7 +58,7 @@ def counters(device_index: int, rows: int) -> int:
 
 
 def exchange_bytes(rows: int, members: int) -> int:
-    """Bytes for each CTA of a row: float16 accumulators, and a sum and a reference a head."""
+    """Bytes for each CTA of a row: float16 accumulators, and a sum and a running maximum a head."""
     of_a_head = 2 * LATENT_DIM + 8
     return rows * members * TILE * of_a_head
 

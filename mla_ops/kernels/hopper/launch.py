@@ -301,7 +301,7 @@ def merge_of_units(quantized: bool) -> Kernel:
 
 
 def exchange_of_shares(keys: KeyFormat, shape: Clusters, rows: int, device: torch.device) -> torch.Tensor:
-    """Memory for what CTAs leave of each share of their row: float16 accumulators, and a sum and a reference a lane."""
+    """Memory for what CTAs leave of a row's shares: float16 accumulators, and a sum and a running maximum a lane."""
     clusters = min(rows, clusters_at_once(keys, shape.tile, device.index)[SPLITS.index(shape.splits)])
     shares = clusters * shape.shares * (2 if shape.splits > 1 else 1)  # peers may still read those of the row before
     return torch.empty(shares * (shape.tile * LATENT_DIM * 2 + 8 * 32 * 8), dtype=torch.uint8, device=device)

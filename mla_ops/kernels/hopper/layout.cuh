@@ -89,15 +89,15 @@ constexpr int THREADS_OF = ONE_SCORER<HEADS, LAUNCH> ? 512 : 640;
 
 constexpr int TILE_KEYS = 64;                    // keys of a turn
 constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's values
-// Weights may reach 2^15 before the softmax's reference moves; the largest is 2^7 or more then, and below 2^8. float16
+// Weights may reach 2^15 before the softmax's running maximum moves; the largest is 2^7 or more then, and below 2^8. float16
 // holds whole numbers of 11 bits down to 2^-14, so a key may count 2^-21 of what another does and lose nothing.
-constexpr float REFERENCE_SLACK = 15.f, RAISED_TO = 7.f;
+constexpr float RESCALE_THRESHOLD = 15.f, RAISED_TO = 7.f;
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5,
               GATHER_BARRIER = 8;
 
-// BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too. EMPTY: a row without keys.
+// BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with running maxima that moved, too. EMPTY: a row without keys.
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4, EMPTY = 5 };
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
@@ -135,7 +135,7 @@ struct Packets {
 template <int HEADS, int QUERY>
 struct Ends {
   static constexpr int FACTORS = QUERY;                      // float32 [16, HEADS]: weight of each CTA's part
-  static constexpr int STATES = FACTORS + HEADS * 64;        // float2 [16, HEADS]: sum and reference from each CTA
+  static constexpr int STATES = FACTORS + HEADS * 64;        // float2 [16, HEADS]: sum and running maximum from each CTA
   static constexpr int SUMS = STATES + HEADS * 128;          // float32 [4, HEADS]: sum of each warp of scores
   static constexpr int INVERSES = SUMS + HEADS * 16;         // float32 [HEADS]: 1 over the total of these
   static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: weight of the result
@@ -151,7 +151,7 @@ struct Layout {
   using R = Rows<FORMAT>;
   static constexpr float FACTOR = R::FACTOR;
   static constexpr bool PERMUTED = true;  // dims, see `dim_of_row`
-  static constexpr bool WHOLE_REFERENCES = true;
+  static constexpr bool WHOLE_RUNNING_MAX = true;
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;  // where shares are not in registers
   // Registers of a thread, by role; they add up to what the launch gives.
   static constexpr int GATHER_REGISTERS = HEADS == 64 && FORMAT == FP8_DS_MLA ? 24 : 32;
@@ -170,7 +170,7 @@ struct Layout {
   static constexpr int RAW = VALUES + HALVES * HALF_BYTES;
   static constexpr int RAW_SLOT = 16 * R::BYTES;
   static constexpr int COLUMNS =
-      RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and reference, at the end the factor of the result
+      RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and running maximum, at the end the factor of the result
   static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a slot: which of its 16 keys count
   // Scales of a slot's keys lie in their rows, or beside them.
@@ -203,7 +203,7 @@ struct Layout {
   // The interval of a balanced CTA. With 64 heads, which take all memory, it lies in place of two unused barriers.
   static constexpr int INTERVAL = HEADS == 64 ? WEIGHTS_FREE : SCORES + SCORE_SLOTS * HEADS * 256;
   // One CTA's shares of a row (`folds.cuh`): of the last one float4 [HEADS] and float [4, HEADS], sums of each warp; of
-  // all up to now float [HEADS], references, or a number; float2 [MOST_SHARES, HEADS], sums and references.
+  // all up to now float [HEADS], running maxima, or a number; float2 [MOST_SHARES, HEADS], sums and running maxima.
   // With 32 heads, where one warpgroup makes all scores, in place of a second one's.
   static constexpr int FOLD = HEADS == 32 ? SCORES : INTERVAL + 16, FOLD_SUMS = FOLD + HEADS * 16,
                        FOLD_TOPS = FOLD_SUMS + HEADS * 16, FOLD_STATES = FOLD_TOPS + HEADS * 4;

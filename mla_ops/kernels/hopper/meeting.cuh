@@ -51,7 +51,7 @@ DEVICE void leave_row(RowCounters* counters, u32* set, int count) {
 // The partial results that a row's CTAs leave for one another.
 struct Meeting {
   unsigned char* packets;  // [COUNT][splits], of Packet::BYTES
-  float2* states;          // [splits][HEADS]: sum and reference
+  float2* states;          // [splits][HEADS]: sum and running maximum
   // A set's counters: CTAs that left their states; CTAs that left everything, and from bit 16 on which shares were given
   // up; warps that will not look at counters again, two of each CTA.
   RowCounters* counters;

@@ -1,7 +1,7 @@
 // The end of a row: partial results of a cluster into one.
 //
 // Every CTA sends each packet of its accumulators out of registers to the CTA that adds it up, and its heads' sums and
-// references to all. A CTA's barriers count what it gets, so that it leaves when nothing more is on its way to it.
+// running maxima to all. A CTA's barriers count what it gets, so that it leaves when nothing more is on its way to it.
 #pragma once
 
 #include "balance.cuh"
@@ -83,15 +83,15 @@ DEVICE void stand_by(const Params& p, const Row& row, u32 shared, bool gathers, 
   cluster_wait();
 }
 
-// The sum and the reference of a head, to one CTA of the cluster. Sums below 0 say that packets are bfloat16.
+// The sum and the running maximum of a head, to one CTA of the cluster. Sums below 0 say that packets are bfloat16.
 template <class L>
-DEVICE void send_state(const Row& row, u32 shared, int part, int head, float sum, float reference) {
+DEVICE void send_state(const Row& row, u32 shared, int part, int head, float sum, float running_max) {
   const u32 place = L::End::STATES + (row.rank * L::HEADS + head) * 8;
   if (row.splits == 1) {
-    store_shared_float2(shared + place, sum, reference);
+    store_shared_float2(shared + place, sum, running_max);
   } else {
     const u32 peer = peer_address(shared, part);
-    send_float2(peer + place, peer + L::STATES_FULL, sum, reference);
+    send_float2(peer + place, peer + L::STATES_FULL, sum, running_max);
   }
 }
 
@@ -160,17 +160,17 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   const u32 states = shared + E::STATES + head * 8, factors = shared + E::FACTORS + column_of<L>(head) * 4;
   if (!await_states()) return;
-  float reference = NO_SCORE_YET, total = 0.f;
+  float running_max = NO_SCORE_YET, total = 0.f;
   u32 signs = 0;
 #pragma unroll 2
   for (int part = own; part < row.splits; part += LANES)
-    reference = fmaxf(reference, load_shared_float(states + part * (L::HEADS * 8) + 4));
+    running_max = fmaxf(running_max, load_shared_float(states + part * (L::HEADS * 8) + 4));
 #pragma unroll
-  for (int step = LANES / 2; step; step >>= 1) reference = fmaxf(reference, __shfl_xor_sync(~0u, reference, step));
+  for (int step = LANES / 2; step; step >>= 1) running_max = fmaxf(running_max, __shfl_xor_sync(~0u, running_max, step));
 #pragma unroll 2
   for (int part = own; part < row.splits; part += LANES) {
     const float2 state = load_shared_float2(states + part * (L::HEADS * 8));
-    const float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - reference), weight = state.x * factor;
+    const float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - running_max), weight = state.x * factor;
     total += fabsf(weight);
     if (TELLS_TYPE) signs |= __float_as_uint(state.x);
     store_shared_float(factors + part * (L::HEADS * 4), L::Packet::PACKED ? weight : factor);
@@ -179,7 +179,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
 #pragma unroll
   for (int step = LANES / 2; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
   if (own == 0) {
-    const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+    const float lse = total == 0.f ? -INFINITY : (running_max + log2_approx(total)) * 0.6931471805599453f;
     float weight = __fdividef(1.f / L::FACTOR, total);
     if (sink != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
     store_shared_float(shared + E::WEIGHTS + column_of<L>(head) * 4, total == 0.f ? 0.f : weight);

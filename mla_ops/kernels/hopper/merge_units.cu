@@ -34,7 +34,7 @@ struct UnitSums {
       for (int i = 0; i < VALUES; ++i) sum[unit][i] = 0.f;
   }
 
-  // Moves the references to others, or to larger ones; what makes up for it.
+  // Moves the running maxima to others, or to larger ones; what makes up for it.
   DEVICE void raise(const float (&to)[SLOTS]) {
     float factor[SLOTS];
 #pragma unroll

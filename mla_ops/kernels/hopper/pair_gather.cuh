@@ -27,8 +27,8 @@ struct PairLayout {
   static constexpr int WEIGHTS = QUERY + QUERY_CHUNKS * CHUNK;  // a warpgroup's of its turn; at the end its results
   static constexpr int TILES = WEIGHTS + 2 * CHUNK;
   static constexpr int TILE = CHUNKS * CHUNK;
-  static constexpr int REFERENCES = TILES + 2 * TILE;  // float a head, of the latest turn
-  static constexpr int SUMS = REFERENCES + HEADS * 4;  // float a head, of each warpgroup, of even and odd rows
+  static constexpr int RUNNING_MAX = TILES + 2 * TILE;  // float a head, of the latest turn
+  static constexpr int SUMS = RUNNING_MAX + HEADS * 4;  // float a head, of each warpgroup, of even and odd rows
   static constexpr int LIVE = SUMS + 4 * HEADS * 4;    // u32 a tile and warp: which of its 16 keys count
   static constexpr int ENDS = LIVE + 2 * 16;           // u32 a tile: which turn is the row's last
   static constexpr int LIST = ENDS + 2 * 4;            // keys that each warp of the gather brings next
@@ -45,7 +45,7 @@ struct PairLayout {
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = WEIGHTS;
   using Packet = Packets<HEADS, false>;
-  static_assert(PACKETS + Packet::ROOM <= REFERENCES, "packets overlap the references");
+  static_assert(PACKETS + Packet::ROOM <= RUNNING_MAX, "packets overlap the running_max");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 

@@ -7,21 +7,21 @@
 // A thread's state of a row; it has heads `head` and `head` + 8.
 struct State {
   float o[128];  // heads by 256 dims; anything before the first values
-  float reference[2], sum[2];
+  float running_max[2], sum[2];
   u32 query[16];  // a chunk of the queries
 };
 
-// Addresses of this thread's references and of its row of weights. Registers keep them: to compute them in each turn
+// Addresses of this thread's running maxima and of its row of weights. Registers keep them: to compute them in each turn
 // would read a special register, which takes 100 cycles.
 struct Places {
-  u32 references, weights;
+  u32 running_max, weights;
 };
 
 template <class L>
 DEVICE Places places_of(u32 shared, int w, int warp, int lane) {
-  const u32 references = shared + L::REFERENCES + (warp * 16 + lane / 4) * 4,
+  const u32 running_max = shared + L::RUNNING_MAX + (warp * 16 + lane / 4) * 4,
             row = shared + L::WEIGHTS + w * CHUNK + (warp * 16 + lane % 16) * 128;
-  return {static_cast<u32>(opaque(references)), static_cast<u32>(opaque(row + ((lane / 16 ^ lane) & 7) * 16))};
+  return {static_cast<u32>(opaque(running_max)), static_cast<u32>(opaque(row + ((lane / 16 ^ lane) & 7) * 16))};
 }
 
 // This thread's share of 64 dims, as wgmma's first operand.
@@ -64,15 +64,15 @@ DEVICE void multiply_queries(float (&s)[32], const State& state, u32 shared, int
   wgmma_commit();
 }
 
-// Moves references, and rescales what was added up relative to the old ones, unless there is nothing yet.
-DEVICE void change_references(State& state, float first, float second, bool empty) {
+// Moves running maxima, and rescales what was added up relative to the old ones, unless there is nothing yet.
+DEVICE void change_running_max(State& state, float first, float second, bool empty) {
   if (!empty) {
-    const float alpha[2] = {exp2_approx(state.reference[0] - first), exp2_approx(state.reference[1] - second)};
+    const float alpha[2] = {exp2_approx(state.running_max[0] - first), exp2_approx(state.running_max[1] - second)};
 #pragma unroll
     for (int e = 0; e < 128; ++e) state.o[e] *= alpha[e >> 1 & 1];
     state.sum[0] *= alpha[0], state.sum[1] *= alpha[1];
   }
-  state.reference[0] = first, state.reference[1] = second;
+  state.running_max[0] = first, state.running_max[1] = second;
 }
 
 // Multiplies weights, in registers or in shared memory, with the values at a descriptor. EMPTY: the accumulators become
@@ -103,11 +103,11 @@ DEVICE void add_other(State& state, const Places& at, u32 shared, int w, u32 par
   mbarrier_wait(full_barrier<L>(shared, w ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
   mbarrier_wait(shared + L::WEIGHTS_FULL + (w ^ 1) * 8, parity);
   fence_async_shared();  // here, where there is time, and not by who wrote them
-  const float first = load_shared_float(at.references), second = load_shared_float(at.references + 32);
-  if (__any_sync(~0u, first != state.reference[0] || second != state.reference[1])) {
+  const float first = load_shared_float(at.running_max), second = load_shared_float(at.running_max + 32);
+  if (__any_sync(~0u, first != state.running_max[0] || second != state.running_max[1])) {
     wgmma_wait<0>();
     hold(state.o);
-    change_references(state, first, second, empty);
+    change_running_max(state, first, second, empty);
   }
   const u64 weights = tile_descriptor(shared + L::WEIGHTS + (w ^ 1) * CHUNK, 1024, 16),
             values = tile_descriptor(shared + L::TILES + (w ^ 1) * L::TILE + w * 4 * CHUNK, 1024, CHUNK);
@@ -115,17 +115,17 @@ DEVICE void add_other(State& state, const Places& at, u32 shared, int w, u32 par
   multiply_values(state, weights, values, 2, empty);
 }
 
-// Turns scores into weights relative to the references; true if a weight is far too large for them, which is known
+// Turns scores into weights relative to the running maxima; true if a weight is far too large for them, which is known
 // before the weights are.
 DEVICE bool weigh(const float (&s)[32], float scale, const State& state, float (&weights)[32]) {
   float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
   for (int e = 0; e < 32; ++e) {
-    const float exponent = fmaf(s[e], scale, -state.reference[e >> 1 & 1]);
+    const float exponent = fmaf(s[e], scale, -state.running_max[e >> 1 & 1]);
     largest[e & 3] = fmaxf(largest[e & 3], exponent);
     weights[e] = exp2_approx(exponent);
   }
-  return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])) > REFERENCE_SLACK;
+  return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])) > RESCALE_THRESHOLD;
 }
 
 // Stores weights for the other warpgroup.
@@ -162,21 +162,21 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
     scale = 1.f;
   }
   float weight[32];
-  if (first || __any_sync(~0u, weigh(s, scale, state, weight))) {  // the first turn sets the references
-    // References are rounded products. Of one that is not, a score of 2^40 would be left that exp2 does not take.
+  if (first || __any_sync(~0u, weigh(s, scale, state, weight))) {  // the first turn sets the running maxima
+    // Running maxima are rounded products. Of one that is not, a score of 2^40 would be left that exp2 does not take.
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int e = 0; e < 32; ++e) s[e] *= scale, top[e >> 1 & 1] = fmaxf(top[e >> 1 & 1], s[e]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
-      top[i] = fmaxf(fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2)), state.reference[i]);
+      top[i] = fmaxf(fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2)), state.running_max[i]);
     }
-    change_references(state, top[0], top[1], first);
+    change_running_max(state, top[0], top[1], first);
     weigh(s, 1.f, state, weight);
     if (lane_here() % 4 == 0) {
-      store_shared_float(at.references, state.reference[0]);
-      store_shared_float(at.references + 32, state.reference[1]);
+      store_shared_float(at.running_max, state.running_max[0]);
+      store_shared_float(at.running_max + 32, state.running_max[1]);
     }
   }
   // A loop of its own: among the exponentials each conversion would wait for one of them.

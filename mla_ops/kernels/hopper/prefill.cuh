@@ -4,13 +4,13 @@
 #include "ptx.cuh"
 
 constexpr int QUERIES = 128;  // a request's tile has so many, its last aside
-// A reference of the softmax, beyond which scores become rounded products first, as references are: of one that is not
+// A running maximum of the softmax, beyond which scores become rounded products first, as running maxima are: of one that is not
 // rounded, 2^40 would leave more than exp2 takes.
 constexpr float FAR_FROM_0 = 67108864.f;
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
-// A warp votes on this for speed alone: what each row does with its scores follows from its own reference.
-DEVICE bool is_far(float reference) { return fabsf(reference) > FAR_FROM_0 && reference != NO_SCORE_YET; }
+// A warp votes on this for speed alone: what each row does with its scores follows from its own running maximum.
+DEVICE bool is_far(float running_max) { return fabsf(running_max) > FAR_FROM_0 && running_max != NO_SCORE_YET; }
 
 // A tile of a request's queries that `prefill_attention` does: every head of it is an item.
 struct Tile {

@@ -14,7 +14,7 @@
 #include "wgmma.cuh"
 
 constexpr int STAGES = 2, CONSUMERS = 256;
-constexpr float SLACK = 8.f;  // weights may reach 2^8 before the softmax's reference moves
+constexpr float RESCALE_THRESHOLD = 8.f;  // weights may reach 2^8 before the softmax's running maximum moves
 constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 3;  // and the next, one a warpgroup
 
 template <int DIM, int DIM_V>
@@ -189,10 +189,10 @@ DEVICE void mask(float (&s)[N], int last, int len_k, int row, int first_key, boo
 
 // A thread's part of the softmax of its two rows.
 struct Rows {
-  float reference[2], sum[2], fade[2];
+  float running_max[2], sum[2], alpha[2];
 };
 
-// Turns scores into weights relative to the references, which move where a score is far above them; true if one of the
+// Turns scores into weights relative to the running maxima, which move where a score is far above them; true if one of the
 // warp's moved, so that what was added before must be rescaled.
 template <int N>
 DEVICE bool weigh(float (&s)[N], float scale, Rows& rows) {
@@ -205,13 +205,13 @@ DEVICE bool weigh(float (&s)[N], float scale, Rows& rows) {
     float largest = fmaxf(top[2 * i], top[2 * i + 1]);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale;
-    const bool far = largest > rows.reference[i] + SLACK;
-    const float reference = far ? largest : rows.reference[i];
-    rows.fade[i] = exp2_approx(rows.reference[i] - reference);
-    rows.reference[i] = reference;
+    const bool far = largest > rows.running_max[i] + RESCALE_THRESHOLD;
+    const float running_max = far ? largest : rows.running_max[i];
+    rows.alpha[i] = exp2_approx(rows.running_max[i] - running_max);
+    rows.running_max[i] = running_max;
     moves |= far;
   }
-  const bool far[2] = {is_far(rows.reference[0]), is_far(rows.reference[1])};
+  const bool far[2] = {is_far(rows.running_max[0]), is_far(rows.running_max[1])};
   float factor[2] = {scale, scale};
   if (__any_sync(~0u, far[0] || far[1])) {
 #pragma unroll
@@ -222,11 +222,11 @@ DEVICE bool weigh(float (&s)[N], float scale, Rows& rows) {
   }
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    s[e] = exp2_approx(fmaf(s[e], factor[e >> 1 & 1], -rows.reference[e >> 1 & 1]));
+    s[e] = exp2_approx(fmaf(s[e], factor[e >> 1 & 1], -rows.running_max[e >> 1 & 1]));
     sum[e & 3] += s[e];
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) rows.sum[i] = fmaf(rows.sum[i], rows.fade[i], sum[2 * i] + sum[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) rows.sum[i] = fmaf(rows.sum[i], rows.alpha[i], sum[2 * i] + sum[2 * i + 1]);
   return __any_sync(~0u, moves);
 }
 
@@ -265,11 +265,11 @@ DEVICE void store_result(const Params& p, const Item& item, const float (&o)[N],
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const bool live = row < item.rows, none = sum == 0.f;
-    const float factor = none ? 0.f : 1.f / sum, reference = rows.reference[i];
+    const float factor = none ? 0.f : 1.f / sum, running_max = rows.running_max[i];
     const i64 token = item.token + row;
     if (live && lane % 4 == 0) {
-      const float lse = none ? -INFINITY : (reference + log2f(sum)) * 0.6931471805599453f;
-      p.lse[token * p.lse_token_stride + item.head * p.lse_head_stride] = reference == INFINITY ? INFINITY : lse;
+      const float lse = none ? -INFINITY : (running_max + log2f(sum)) * 0.6931471805599453f;
+      p.lse[token * p.lse_token_stride + item.head * p.lse_head_stride] = running_max == INFINITY ? INFINITY : lse;
     }
     u16* to = p.out + token * p.out_token_stride + item.head * p.out_head_stride + lane % 4 * 8;
 #pragma unroll
@@ -313,7 +313,7 @@ DEVICE void consume(const Params& p, u32 shared) {
     if (item.head < 0) return;
 #pragma unroll
     for (int e = 0; e < L::CHUNKS_V * 32; ++e) o[e] = 0.f;
-    rows.reference[0] = rows.reference[1] = NO_SCORE_YET, rows.sum[0] = rows.sum[1] = 0.f;
+    rows.running_max[0] = rows.running_max[1] = NO_SCORE_YET, rows.sum[0] = rows.sum[1] = 0.f;
     int tile = item.tiles - 1;
     auto mask_tile = [&] {
       if (tile >= item.seen) mask(s, item.last, item.len_k, row, tile * L::KEYS + lane % 4 * 2, p.causal);
@@ -358,7 +358,7 @@ DEVICE void consume(const Params& p, u32 shared) {
         wgmma_wait<0>();
         hold(o);
 #pragma unroll
-        for (int e = 0; e < L::CHUNKS_V * 32; ++e) o[e] *= rows.fade[e >> 1 & 1];
+        for (int e = 0; e < L::CHUNKS_V * 32; ++e) o[e] *= rows.alpha[e >> 1 & 1];
       }
       wgmma_wait<0>();
       hold(o);

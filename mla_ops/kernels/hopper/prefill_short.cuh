@@ -80,7 +80,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[block][n][e] = 0.f;
-  float reference[2] = {NO_SCORE_YET, NO_SCORE_YET}, sum[2] = {0.f, 0.f};
+  float running_max[2] = {NO_SCORE_YET, NO_SCORE_YET}, sum[2] = {0.f, 0.f};
 
   for (int first_key = 0; first_key < end; first_key += 16) {
     uint4 k[2][BLOCKS], v[TOGETHER][4];
@@ -133,7 +133,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
       if (first_key == 0) wait_for_copies();
       multiply_keys(0, 2);
     }
-    float fade[2];
+    float alpha[2];
     bool moves = false;
     u32 weights[4];
 #pragma unroll
@@ -150,10 +150,10 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * p.scale_log2;
-      const float now = fmaxf(reference[i], largest);
-      fade[i] = exp2_approx(reference[i] - now);
-      moves |= now > reference[i];
-      reference[i] = now;
+      const float now = fmaxf(running_max[i], largest);
+      alpha[i] = exp2_approx(running_max[i] - now);
+      moves |= now > running_max[i];
+      running_max[i] = now;
       float scale = p.scale_log2;
       if (is_far(now)) {
 #pragma unroll
@@ -162,7 +162,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) w[e] = exp2_approx(fmaf(w[e], scale, -now));
-      sum[i] = fmaf(sum[i], fade[i], w[0] + w[1] + (w[2] + w[3]));
+      sum[i] = fmaf(sum[i], alpha[i], w[0] + w[1] + (w[2] + w[3]));
       weights[i] = T::pack(w[0], w[1]);
       weights[i + 2] = T::pack(w[2], w[3]);
     }
@@ -172,7 +172,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) o[block][n][e] *= fade[e >> 1];
+          for (int e = 0; e < 4; ++e) o[block][n][e] *= alpha[e >> 1];
     }
 #pragma unroll
     for (int block = 0; block < BLOCKS_V; ++block) {
@@ -198,8 +198,8 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
     const bool none = total == 0.f;
     const float factor = none ? 0.f : 1.f / total;
     if (live[i] && c == 0) {
-      const float lse = none ? -INFINITY : (reference[i] + log2f(total)) * 0.6931471805599453f;
-      p.lse[token * p.lse_token_stride + head_of(row) * p.lse_head_stride] = reference[i] == INFINITY ? INFINITY : lse;
+      const float lse = none ? -INFINITY : (running_max[i] + log2f(total)) * 0.6931471805599453f;
+      p.lse[token * p.lse_token_stride + head_of(row) * p.lse_head_stride] = running_max[i] == INFINITY ? INFINITY : lse;
     }
     u16* to = p.out + token * p.out_token_stride + head_of(row) * p.out_head_stride + c * 8;
 #pragma unroll

@@ -114,7 +114,7 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread
 // The power of two that puts a magnitude, bfloat16 in both halves, below 2^16, held to what float32 can undo.
 DEVICE int shift_of(u32 largest) { return min(max(142 - static_cast<int>(largest >> 23), -110), 110); }
 
-// A head's factor of scores, and its reference.
+// A head's factor of scores, and its running maximum.
 template <class L>
 DEVICE void store_column(const Params& p, u32 shared, int head, int shift) {
   store_shared_float2(shared + L::COLUMNS + head * 8,

@@ -156,7 +156,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
     if (BY_GROUPS) hold(sums);
   }
-  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is.
+  // Whether a key counted, and with it the running maxima; 2: one that float16 does not hold as it is.
   if (!BY_GROUPS) seen = 0;
 
   Start<FORMAT> start;
@@ -186,7 +186,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (OFTEN && !seen)
         moves = named_barrier_any<SCORE_BARRIER, 128>(wide || alive);
       else
-        moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
+        moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > RESCALE_THRESHOLD || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
@@ -206,9 +206,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         leave_out_dead();
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
-      const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
+      const float least = in_shares(LAUNCH) || p.shares ? RESCALE_THRESHOLD : RAISED_TO;
       if (OFTEN) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
-      raise_references<L>(s, sums, seen != 0, least, shared, thread);
+      raise_running_max<L>(s, sums, seen != 0, least, shared, thread);
       // Accumulators of a share that begins are 0.
       if (OFTEN && !seen && turn == MOVED) turn = USUAL;
       seen = turn == WIDE ? 2 : max(seen, 1);
@@ -242,7 +242,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A turn that may not be usual leaves the loop of 64 heads: code of such turns lies behind the loop, which is half as
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
-  // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
+  // that. Where only running maxima moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
   // lose by it.
   constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::GROUPS && LAUNCH != Launch::BALANCED;
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
@@ -287,7 +287,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
         if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
         const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-        uint4 columns[TILES];  // factor and reference of two heads each
+        uint4 columns[TILES];  // factor and running maximum of two heads each
 #pragma unroll
         for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
         started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
@@ -297,7 +297,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if (HEADS == 64 || started)
           load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
                                             places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
-        // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
+        // Scores of keys that had a power of two taken out get it back first. Running maxima are subtracted then.
         if (apart)
 #pragma unroll
           for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
@@ -337,10 +337,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
           for (int e = 0; e < TILES * 4; e += 4) {
             const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
-            const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+            const float running_max[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+              s[e + i] = fmaf(s[e + i], back[i >> 1], -running_max[i & 1]) + taken[i >> 1];
           }
         }
         if (HEADS == 64 || started)
@@ -350,7 +350,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
         // One branch of the usual way for all that is not usual: it takes 25 cycles.
         const bool maybe_unusual =
-            named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+            named_barrier_any<SCORE_BARRIER, 128>(largest(s) > RESCALE_THRESHOLD || wide || !seen || alive != 0xffff);
         if constexpr (LEAVES) {
           if (maybe_unusual) {
             left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | (alive ? HAS_ALIVE : 0);
@@ -404,7 +404,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     }
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);  // sums have been read, references begin anew
+    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);  // sums have been read, running maxima begin anew
     if (warp == 0) warp_arrive(shared + L::RAW_FREE + last_slot * 8, lane);
     return 0;
   }
@@ -431,8 +431,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
-                  reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
-      const float2 state = make_float2(bfloat16 ? -total : total, reference);
+                  running_max = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
+      const float2 state = make_float2(bfloat16 ? -total : total, running_max);
       if constexpr (is_held(LAUNCH))
         keep_state<L>(shared, number, thread, state);
       else
@@ -479,11 +479,11 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
-              reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+              running_max = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   if (PERSISTENT) {
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     if (worker < HEADS) {
-      const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+      const float lse = total == 0.f ? -INFINITY : (running_max + log2_approx(total)) * 0.6931471805599453f;
       float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
       if (global_head < p.num_heads) {
         if (p.attn_sink && part < 0) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
@@ -505,12 +505,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const float sum = bfloat16 ? -total : total;
     if constexpr (LAUNCH == Launch::GROUPS) {
       tell_factors();
-      leave_states<L>(p, row, shared, worker, sum, reference);
+      leave_states<L>(p, row, shared, worker, sum, running_max);
       weigh_parts<L>(p, row, shared, worker, true, [&]() { return fetch_states<L>(p, row, shared, worker); });
     } else {
       if (HEADS == 64) tell_factors();
       if (leaves_units<HEADS>(row)) {
-        const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+        const float lse = total == 0.f ? -INFINITY : (running_max + log2_approx(total)) * 0.6931471805599453f;
         if (worker < HEADS && global_head < p.num_heads)
           leave_lse(p, row, global_head, row.part, lse, bfloat16 ? -1.f / R::FACTOR : 1.f / R::FACTOR);
         return 0;
@@ -521,7 +521,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
       for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
-        if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
+        if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, running_max);
       if (HEADS < 64) tell_factors();
       weigh_parts<L, WIDER>(p, own, shared, worker);
     }

@@ -13,7 +13,7 @@
 // After a share's last turn, if that is not usual: those that accumulate have read `alpha`, and what lies where keys were.
 constexpr int ALPHA_BARRIER = 12;
 
-// A warp's part of a share: packets, and for each lane the sum and the reference of a head.
+// A warp's part of a share: packets, and for each lane the sum and the running maximum of a head.
 template <class L>
 struct PartOfWarp {
   static constexpr int STATES = L::Packet::OF_A_WARP * L::Packet::BYTES, BYTES = STATES + 256;
@@ -47,14 +47,14 @@ DEVICE u32 kept_of_warp(u32 shared, int warp) {
   return shared + L::VALUES + warp * (L::Packet::OF_A_WARP * L::Packet::BYTES);
 }
 
-// A warp's part: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` and `reference` are of this
+// A warp's part: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` and `running_max` are of this
 // lane's head. Packets that have a bit in `keeps` go to `kept` in shared memory.
 template <class L, class Value>
-DEVICE void leave_share(unsigned char* part, u32 kept, u32 keeps, int lane, float sum, float reference, Value value_of) {
+DEVICE void leave_share(unsigned char* part, u32 kept, u32 keeps, int lane, float sum, float running_max, Value value_of) {
   using P = typename L::Packet;
   const float own = sum == 0.f ? 0.f : reciprocal_approx(fabsf(sum));
   const bool bfloat16 = __any_sync(~0u, __float_as_uint(sum) >> 31);
-  if (L::HEADS < 64) *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
+  if (L::HEADS < 64) *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, running_max);
   unsigned char* const to = part + lane * (P::UNIT * 4);
   kept += lane * (P::UNIT * 4);
   const u64 policy = evict_last();  // the row's end reads it: keys that come meanwhile would drive it out
@@ -98,22 +98,22 @@ DEVICE unsigned char* state_of_head(unsigned char* part_of_head, int head) {
   return part_of_head + PartOfWarp<L>::STATES + head % 16 * 8;
 }
 
-// A head's sum and reference at the end of a share of 64 heads: the sum for those that accumulate, both for the row's end.
-// The next share begins with references of 0.
+// A head's sum and running maximum at the end of a share of 64 heads: the sum for those that accumulate, both for the row's end.
+// The next share begins with running maxima of 0.
 template <class L>
 DEVICE void end_share(const Params& p, const Row& row, u32 shared, int head, float sum, u32 odd_row) {
   const u32 column = shared + L::COLUMNS + head * 8 + 4;
-  const float reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(column);
+  const float running_max = sum == 0.f ? NO_SCORE_YET : load_shared_float(column);
   store_shared_float(shared + L::ALPHA + head * 4, sum);
   store_shared_float(column, 0.f);
   unsigned char* const part = parts_of_warp<L>(p, head / 16, odd_row) + row.rank * (8 * PartOfWarp<L>::BYTES);
-  *reinterpret_cast<float2*>(state_of_head<L>(part, head)) = make_float2(sum, reference);
+  *reinterpret_cast<float2*>(state_of_head<L>(part, head)) = make_float2(sum, running_max);
 }
 
 // The warpgroup of scores of less than 64 heads calls this between two shares of a row. READ: those that accumulate read
-// the references, too.
+// the running maxima, too.
 template <class L, bool READ>
-DEVICE void renew_references(u32 shared, int thread, u32 parity) {
+DEVICE void renew_running_max(u32 shared, int thread, u32 parity) {
   if (READ) mbarrier_wait(shared + L::FACTORS_FREE, parity);
   if (thread < L::HEADS) store_shared_float(shared + L::COLUMNS + thread * 8 + 4, 0.f);
   named_barrier<SCORE_BARRIER, 128>();
@@ -152,12 +152,12 @@ template <class L, int MOST>
 DEVICE Weights<MOST> weigh_shares(const float2 (&state)[MOST], float sink) {
   constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;  // as `weigh_parts` has them
   Weights<MOST> weights;
-  float reference = NO_SCORE_YET, totals[LANES] = {};
+  float running_max = NO_SCORE_YET, totals[LANES] = {};
 #pragma unroll
-  for (int s = 0; s < MOST; ++s) reference = fmaxf(reference, state[s].y);
+  for (int s = 0; s < MOST; ++s) running_max = fmaxf(running_max, state[s].y);
 #pragma unroll
   for (int s = 0; s < MOST; ++s) {
-    weights.of[s] = state[s].x * (state[s].x == 0.f ? 0.f : exp2_approx(state[s].y - reference));
+    weights.of[s] = state[s].x * (state[s].x == 0.f ? 0.f : exp2_approx(state[s].y - running_max));
     totals[s % LANES] += fabsf(weights.of[s]);
   }
 #pragma unroll
@@ -165,7 +165,7 @@ DEVICE Weights<MOST> weigh_shares(const float2 (&state)[MOST], float sink) {
 #pragma unroll
     for (int i = 0; i < step; ++i) totals[i] += totals[i + step];
   const float total = totals[0];
-  weights.lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+  weights.lse = total == 0.f ? -INFINITY : (running_max + log2_approx(total)) * 0.6931471805599453f;
   weights.whole = __fdividef(1.f / L::FACTOR, total);
   if (sink != -INFINITY)
     weights.whole = __fdividef(weights.whole, 1.f + exp2_approx((sink - weights.lse) * 1.4426950408889634f));

@@ -62,12 +62,12 @@ DEVICE float sum_of(u32 place, int head) {
   return part[0] + part[1] + (part[2] + part[3]);
 }
 
-// A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
-// old references, and is made relative to the new, which `alpha` says how to reach. Those of heads that have no score
-// above `least` stay. WHOLE_REFERENCES are whole numbers: what is relative to one becomes relative to another without an
+// A turn in which a score exceeds its head's running maximum by far, or the first with keys: `s` holds scores relative to the
+// old running maxima, and is made relative to the new, which `alpha` says how to reach. Those of heads that have no score
+// above `least` stay. With WHOLE_RUNNING_MAX they are whole numbers: what is relative to one becomes relative to another without an
 // error (`folds.cuh`). With others the largest weight is a power of two, so that the weights of equal keys are not rounded.
 template <class L>
-DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, float least, u32 shared,
+DEVICE void raise_running_max(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, float least, u32 shared,
                              int thread) {
   constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
   thread = opaque(thread);
@@ -83,9 +83,9 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
     float top = -INFINITY;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) top = fmaxf(top, load_shared_float(tops + (warp * HEADS + thread) * 4));
-    const float raised = top - RAISED_TO, rise = seen && !(top > least) ? 0.f : L::WHOLE_REFERENCES ? floorf(raised) : raised;
-    const u32 reference = shared + L::COLUMNS + thread * 8 + 4;
-    store_shared_float(reference, load_shared_float(reference) + rise);
+    const float raised = top - RAISED_TO, rise = seen && !(top > least) ? 0.f : L::WHOLE_RUNNING_MAX ? floorf(raised) : raised;
+    const u32 running_max = shared + L::COLUMNS + thread * 8 + 4;
+    store_shared_float(running_max, load_shared_float(running_max) + rise);
     store_shared_float(rises + thread * 4, rise);
     store_shared_float(shared + L::ALPHA + thread * 4, seen ? exp2_approx(-rise) : 0.f);
   }

@@ -113,7 +113,7 @@ DEVICE void attend(const Params& p) {
       const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
       if (SHARES && !begins_row(p, row)) {
         if (warpgroup == 0) {
-          if (HEADS < 64) renew_references<L, LAUNCH == Launch::SHARES>(shared, worker, row_parity);
+          if (HEADS < 64) renew_running_max<L, LAUNCH == Launch::SHARES>(shared, worker, row_parity);
         }
         row_parity ^= 1;
         return true;
@@ -174,7 +174,7 @@ DEVICE void attend(const Params& p) {
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
             if (later) break;
-            renew_references<L, false>(shared, thread, 0);
+            renew_running_max<L, false>(shared, thread, 0);
             row_parity ^= 1;
           } else if (!PERSISTENT || !next_queries()) {
             break;

@@ -17,7 +17,7 @@ struct PlainLayout {
   static constexpr int HEADS = HEADS_, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
   static constexpr bool PERMUTED = false;
-  static constexpr bool WHOLE_REFERENCES = false;
+  static constexpr bool WHOLE_RUNNING_MAX = false;
   static constexpr int THREADS = 512;
   static constexpr int STAGES = CTAS == 2 ? 1 : HEADS == 16 && DIM == 512 && !BALANCED ? 3 : 2;
   static constexpr int GATHER_REGISTERS = BALANCED ? 56 : 40;
@@ -28,7 +28,7 @@ struct PlainLayout {
   static constexpr int WEIGHTS = QUERY + (BALANCED ? 2 : 1) * QUERY_BYTES;
   static constexpr int TILES = WEIGHTS + HEADS * 128;  // keys: [64, 64] a chunk, 128-byte rows, swizzled
   static constexpr int TILE = CHUNKS * TILE_KEYS * 128;
-  static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its reference
+  static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its running maximum
   static constexpr int ALPHA = COLUMNS + HEADS * 8;      // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
   static constexpr int LIST = LIVE + STAGES * 16;        // keys that each warp of the gather brings next
@@ -71,7 +71,7 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 to, int thread) {
     }
 }
 
-// Sets references to what holds before any key; warp 0 reads them.
+// Sets running maxima to what holds before any key; warp 0 reads them.
 template <class L>
 DEVICE void clear_columns(u32 shared, int thread) {
   if (thread < L::HEADS) store_shared_float2(shared + L::COLUMNS + thread * 8, 0.f, 0.f);
@@ -153,7 +153,7 @@ DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[
   const u64 query = tile_descriptor(queries, 1024, 16);
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  bool seen = false;  // whether a key counted, and with it the references
+  bool seen = false;  // whether a key counted, and with it the running maxima
   bool last = false;
   int &i = at.turn, &stage = at.stage, &parity = at.parity;
   if (!L::BALANCED) {  // a share without keys takes no turn
@@ -190,17 +190,17 @@ DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[
     wgmma_commit();
     const u32 live = load_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4), alive = live & 0xffff;
     last = uniform(live) >= LAST_TURN;
-    float2 reference[TILES];
+    float2 running_max[TILES];
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
       const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-      reference[j] = make_float2(__uint_as_float(two.y), __uint_as_float(two.w));
+      running_max[j] = make_float2(__uint_as_float(two.y), __uint_as_float(two.w));
     }
     wgmma_wait<0>();
     hold(s);
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e)
-      s[e] = fmaf(s[e], p.scale_log2, (e & 1) ? -reference[e / 4].y : -reference[e / 4].x);
+      s[e] = fmaf(s[e], p.scale_log2, (e & 1) ? -running_max[e / 4].y : -running_max[e / 4].x);
     if (alive != 0xffff) {
       const bool live[2] = {(alive >> g & 1) != 0, (alive >> (g + 8) & 1) != 0};
 #pragma unroll
@@ -211,10 +211,10 @@ DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[
 #pragma unroll
     for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
     const float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-    const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > REFERENCE_SLACK || !seen && alive);
+    const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > RESCALE_THRESHOLD || !seen && alive);
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     if (moves) {
-      raise_references<L>(s, sums, seen, RAISED_TO, shared, thread);
+      raise_running_max<L>(s, sums, seen, RAISED_TO, shared, thread);
       seen = true;
     }
 #pragma unroll
@@ -253,11 +253,11 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
   const int head = thread % HEADS;
   const bool empty = takes_no_turn<L>(shared);
   const float total = sum_of<HEADS>(place, head), no_score = empty ? NO_KEYS_AT_ALL : NO_SCORE_YET,
-              reference = total == 0.f ? no_score : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+              running_max = total == 0.f ? no_score : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   await_peers(row);
 #pragma unroll 1
   for (int part = thread / HEADS; part < row.splits; part += 128 / HEADS)
-    send_state<L>(row, shared, part, head, total, reference);
+    send_state<L>(row, shared, part, head, total, running_max);
   named_barrier_arrive(STATES_BARRIER, 384);
   weigh_parts<L>(p, row, shared, thread);
   if (empty && is_empty<L>(row, shared, lane)) return;
@@ -297,7 +297,7 @@ DEVICE void score_pieces(const Params& p, Row row, u32 shared, int thread) {
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
     if (!goes_on<L, false>(p, row, shared)) return;
-    named_barrier<SCORE_BARRIER, 128>();  // references are those before any key
+    named_barrier<SCORE_BARRIER, 128>();  // running maxima are those before any key
   }
 }
 

@@ -3,7 +3,7 @@
 // Two warpgroups own every other turn of 64 keys. The owner of a turn makes its weights (queries times keys, softmax in
 // registers) and adds its own half of the values' dims with them; the other warpgroup reads the weights from shared
 // memory and adds the other half. So one's products keep the tensor cores busy while the other has a softmax to do. A
-// third warpgroup gathers keys into two tiles, one a warpgroup, in groups of dims. The softmax's references pass from
+// third warpgroup gathers keys into two tiles, one a warpgroup, in groups of dims. The softmax's running maxima pass from
 // turn to turn with the weights, so the warpgroups need not agree on them.
 //
 // A CTA that is no part of a cluster takes one row after the other, and the gather runs ahead into the next row. In a
@@ -33,7 +33,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
   using E = typename L::End;
   constexpr int QUADS = 16, BYTES = QUADS * 512;     // half of a warp's results
   constexpr int RESULT_BYTES = 16 * (128 * 4 + 32);  // a warp's 16 heads by 128 dims, in rows that meet all banks
-  static_assert(8 * (BYTES + RESULT_BYTES) <= L::REFERENCES - L::PACKETS, "no room for results");
+  static_assert(8 * (BYTES + RESULT_BYTES) <= L::RUNNING_MAX - L::PACKETS, "no room for results");
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16, to = peer_address(place, peer),
             barrier = peer_address(shared + L::PACKETS_FULL, peer);
 #pragma unroll
@@ -148,7 +148,7 @@ DEVICE void weigh_heads(const State& state, float (&lse)[2], float (&factor)[2])
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const bool none = state.sum[i] == 0.f;
-    lse[i] = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
+    lse[i] = none ? -INFINITY : (state.running_max[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
     factor[i] = none ? 0.f : 1.f / state.sum[i];
   }
 }
@@ -201,7 +201,7 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       send_state<L>(row, shared, part, head + i * 8, state.sum[i],
-                    state.sum[i] == 0.f ? no_score : state.reference[i]);
+                    state.sum[i] == 0.f ? no_score : state.running_max[i]);
   if (empty) {
     if (is_empty<L>(row, shared, lane)) {
       write_zeros<L>(p, row, half * 4 + warp, lane);
@@ -367,7 +367,7 @@ DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shar
 }
 
 DEVICE void begin_row(State& state) {
-  state.sum[0] = state.sum[1] = 0.f, state.reference[0] = state.reference[1] = NO_SCORE_YET;
+  state.sum[0] = state.sum[1] = 0.f, state.running_max[0] = state.running_max[1] = NO_SCORE_YET;
 }
 
 // The warpgroup that scores second copies the first row's queries.

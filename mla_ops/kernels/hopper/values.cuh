@@ -25,10 +25,10 @@ DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_par
             sums = place_of_sums<L>(shared, turn >> 8 & 0xff);
   const float total = sum_of<L::HEADS>(sums, head);
   const bool rough = load_shared_4(shared + L::ROUGH) != 0;
-  const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  const float running_max = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
-  const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+  const float lse = total == 0.f ? -INFINITY : (running_max + log2_approx(total)) * 0.6931471805599453f;
   float factor = __fdividef(part < 0 ? 1.f / L::FACTOR : 1.f, total);
   if (reports && there && lane < 16) leave_lse(p, row, global_head, part, lse, rough ? -1.f / L::FACTOR : 1.f / L::FACTOR);
   if (part >= 0 && rough) factor = -factor;
@@ -100,17 +100,17 @@ DEVICE constexpr int place_of_pair(int n) {
   return L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2;
 }
 
-// The sum and the reference of a lane's head in a share, that score left. A sum below 0 says that the part is bfloat16.
+// The sum and the running maximum of a lane's head in a share, that score left. A sum below 0 says that the part is bfloat16.
 template <class L>
 DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
   const int head = head_of_lane<L>(warp, lane);
   mbarrier_wait(shared + L::FACTORS_FULL, parity);
   const float sum = load_shared_float(shared + L::ALPHA + head * 4);
-  float reference = 0.f;  // of 64 heads score has left it
-  if (L::HEADS < 64) reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  float running_max = 0.f;  // of 64 heads score has left it
+  if (L::HEADS < 64) running_max = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
-  return make_float2(sum, reference);
+  return make_float2(sum, running_max);
 }
 
 // A thread's accumulators, as chunks of 64 heads or dims.

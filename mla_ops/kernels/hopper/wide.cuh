@@ -53,7 +53,7 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
                               pack(s[4 * TILES - 2], s[4 * TILES - 1], 1));
 }
 
-// All scores of a lane's two keys, as powers of two that are relative to the references, and the values.
+// All scores of a lane's two keys, as powers of two that are relative to the running maxima, and the values.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
@@ -62,7 +62,7 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
                         const WidePlaces& places, int thread) {
   using R = typename L::R;
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
-  // A head's factor and reference.
+  // A head's factor and running maximum.
   auto column_of = [&](int e) {
     const int t = (L::HEADS == 32 ? opaque(thread) : thread) & 3;  // registers are few
     return load_shared_float2(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);

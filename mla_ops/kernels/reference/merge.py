@@ -28,9 +28,9 @@ def merge_attention_states_stacked(
         return
     # some kernels mark an empty row with +inf
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
-    top = lses.amax(0)
-    pivot = torch.where(top == -torch.inf, 0.0, top)
-    weights = (lses - pivot).exp()
+    lse_max = lses.amax(0)
+    safe_max = torch.where(lse_max == -torch.inf, 0.0, lse_max)
+    weights = (lses - safe_max).exp()
     total = weights.sum(0)
     safe = torch.where(total == 0, 1.0, total)
     merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
@@ -38,7 +38,7 @@ def merge_attention_states_stacked(
     for part, weight in zip(outs, weights, strict=True):
         merged += torch.where((weight == 0).unsqueeze(-1), 0.0, part.float() * (weight / safe).unsqueeze(-1))
     out.copy_(merged)
-    lse.copy_(torch.where(total == 0, -torch.inf, pivot + safe.log()))
+    lse.copy_(torch.where(total == 0, -torch.inf, safe_max + safe.log()))
 
 
 LOWERINGS = {

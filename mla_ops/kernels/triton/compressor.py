@@ -132,7 +132,7 @@ def _pool(token, ring, inputs, req_id_per_token, positions, first, OPTIONS: tl.c
     WINDOW: tl.constexpr = RATIO * (WIDTH // HEAD_DIM)
     newest = position.to(tl.int32)
     dim = first + tl.arange(0, CHANNELS)
-    largest = tl.full((CHANNELS,), float("-inf"), tl.float32)
+    running_max = tl.full((CHANNELS,), float("-inf"), tl.float32)
     total = tl.zeros((CHANNELS,), tl.float32)
     pooled = tl.zeros((CHANNELS,), tl.float32)
     for start in range(0, WINDOW, STATES):
@@ -164,13 +164,13 @@ def _pool(token, ring, inputs, req_id_per_token, positions, first, OPTIONS: tl.c
         key = tl.where(new, new_key, tl.load(old_state, mask=old, other=0.0))
         weight = tl.where(new, new_score, tl.load(old_state + WIDTH, mask=old, other=float("-inf")))
 
-        higher = tl.maximum(largest, tl.max(weight, axis=0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp(weight - shift[None, :])
-        rescale = tl.exp(largest - shift)
-        total = total * rescale + tl.sum(weight, axis=0)
-        pooled = pooled * rescale + tl.sum(weight * key, axis=0)
-        largest = higher
+        new_max = tl.maximum(running_max, tl.max(weight, axis=0))
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp(weight - safe_max[None, :])
+        alpha = tl.exp(running_max - safe_max)
+        total = total * alpha + tl.sum(weight, axis=0)
+        pooled = pooled * alpha + tl.sum(weight * key, axis=0)
+        running_max = new_max
     return pooled / total
 
 

@@ -98,7 +98,7 @@ def scores_of(query, k_row, within, MASKED: tl.constexpr, OPTIONS: tl.constexpr)
 
 @triton.jit
 def new_rows(OPTIONS: tl.constexpr):
-    """Rows that have seen no key: accumulators, references, and `sums` sums of weights, in turn, one a key."""
+    """Rows that have seen no key: accumulators, running maxima, and `sums` sums of weights, in turn, one a key."""
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     BLOCK_V: tl.constexpr = OPTIONS.block_v
     SUMS: tl.constexpr = OPTIONS.sums
@@ -112,28 +112,28 @@ def new_rows(OPTIONS: tl.constexpr):
 @triton.jit
 def add_keys(state, scores, v_row, within, scale_log2, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Rows after a tile of keys with these scores, -inf where a row does not see a key."""
-    acc, top, sums = state
+    acc, running_max, sums = state
     # The scale is positive, so the largest score stays the largest. It multiplies differences: a scaled score minus a
-    # scaled reference would be one multiply-add, which leaves the reference's error: of 2**31 too much.
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    fade = tl.exp2((top - new_top) * scale_log2)
-    weights = tl.exp2((scores - new_top[:, None]) * scale_log2)
+    # scaled maximum would be one multiply-add, which leaves the maximum's error: of 2**31 too much.
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    alpha = tl.exp2((running_max - new_max) * scale_log2)
+    weights = tl.exp2((scores - new_max[:, None]) * scale_log2)
     parts = tl.reshape(weights, (scores.shape[0], scores.shape[1] // OPTIONS.sums, OPTIONS.sums))
-    sums = sums * fade[:, None] + tl.sum(parts, 1)
-    acc *= fade[:, None]
+    sums = sums * alpha[:, None] + tl.sum(parts, 1)
+    acc *= alpha[:, None]
     values = load_part(v_row, within, 0, OPTIONS.block_v, OPTIONS.dim_v, MASKED)
     acc = dot(round_to(weights, values.dtype, OPTIONS.upcast), values, acc, OPTIONS.upcast)
-    return acc, new_top, sums
+    return acc, new_max, sums
 
 
 @triton.jit
 def store_rows(state, scale_log2, out_row, lse_place, live, OPTIONS: tl.constexpr):
     """Results of rows that are `live`."""
-    acc, top, sums = state
+    acc, running_max, sums = state
     total = tl.sum(sums, 1)
     # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
     safe = tl.where(total == 0, 1.0, total)
-    log2_sum = tl.where(top == float("inf"), float("inf"), top * scale_log2 + tl.log2(safe))
+    log2_sum = tl.where(running_max == float("inf"), float("inf"), running_max * scale_log2 + tl.log2(safe))
     log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
     result = acc * tl.where(total == 0, 0.0, 1.0 / safe)[:, None]
     column = tl.arange(0, OPTIONS.block_v)[None, :]

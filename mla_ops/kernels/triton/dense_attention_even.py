@@ -317,7 +317,7 @@ def _merge_cuts_kernel(
     if parts > 1:
         row = (token % tokens_together) * num_heads + head
         column = tl.program_id(1) * 128 + tl.arange(0, 128)
-        top = tl.full((), float("-inf"), tl.float32)
+        running_max = tl.full((), float("-inf"), tl.float32)
         total = tl.full((), 0.0, tl.float32)
         acc = tl.zeros((128,), tl.float32)
         for start in tl.range(0, parts, BLOCK_S, num_stages=2):
@@ -329,15 +329,15 @@ def _merge_cuts_kernel(
             values = tl.load(part_out + place[:, None] * 512 + column[None, :], mask=there[:, None], other=0.0)
             # nothing was written of a part that had no key
             values = tl.where((part_log2 == float("-inf"))[:, None], 0.0, values)
-            new_top = tl.maximum(top, tl.max(part_log2, 0))
-            pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-            fade = tl.exp2(top - pivot)
-            weight = tl.exp2(part_log2 - pivot)
-            total = total * fade + tl.sum(weight, 0)
-            acc = acc * fade + tl.sum(weight[:, None] * values, 0)
-            top = new_top
+            new_max = tl.maximum(running_max, tl.max(part_log2, 0))
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            alpha = tl.exp2(running_max - safe_max)
+            weight = tl.exp2(part_log2 - safe_max)
+            total = total * alpha + tl.sum(weight, 0)
+            acc = acc * alpha + tl.sum(weight[:, None] * values, 0)
+            running_max = new_max
         safe = tl.where(total == 0, 1.0, total)
-        log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
+        log2_sum = tl.where(running_max == float("inf"), float("inf"), running_max + tl.log2(safe))
         log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
         factor = tl.where(total == 0, 0.0, 1.0 / safe)
         out_row = out + token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head

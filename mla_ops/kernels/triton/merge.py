@@ -105,10 +105,10 @@ def _merge_kernel(
     b = tl.load(lse_b + token * stride_lse_b_token + head * stride_lse_b_head, mask=within, other=empty)
     a = tl.where(a == float("inf"), empty, a)
     b = tl.where(b == float("inf"), empty, b)
-    top = tl.maximum(a, b)
-    pivot = tl.where(top == empty, 0.0, top)
-    weight_a = tl.exp(a - pivot)
-    weight_b = tl.exp(b - pivot)
+    lse_max = tl.maximum(a, b)
+    safe_max = tl.where(lse_max == empty, 0.0, lse_max)
+    weight_a = tl.exp(a - safe_max)
+    weight_b = tl.exp(b - safe_max)
     total = weight_a + weight_b
     safe = tl.where(total == 0, 1.0, total)
     weight_a = (weight_a / safe)[:, None]
@@ -119,7 +119,9 @@ def _merge_kernel(
         merged = weigh(second_a, weight_a) + weigh(second_b, weight_b)
         tl.store(row + second, round_to(merged, out.dtype.element_ty, UPCAST), mask=also_inside)
     if tl.program_id(2) == 0:
-        tl.store(lse + token * stride_lse_token + head, tl.where(total == 0, empty, pivot + tl.log(safe)), mask=within)
+        tl.store(
+            lse + token * stride_lse_token + head, tl.where(total == 0, empty, safe_max + tl.log(safe)), mask=within
+        )
 
 
 @triton.jit
@@ -164,11 +166,11 @@ def _merge_stacked_kernel(
     head = (row % num_heads).to(tl.int64)
     empty = float("-inf")
     lse_row = lses + token * stride_lse_part_token + head * stride_lse_part_head
-    top = tl.full((ROWS,), empty, tl.float32)
+    lse_max = tl.full((ROWS,), empty, tl.float32)
     for part in range(num_parts):
         value = tl.load(lse_row + part * stride_lse_part, mask=within, other=empty)
-        top = tl.maximum(top, tl.where(value == float("inf"), empty, value))
-    pivot = tl.where(top == empty, 0.0, top)
+        lse_max = tl.maximum(lse_max, tl.where(value == float("inf"), empty, value))
+    safe_max = tl.where(lse_max == empty, 0.0, lse_max)
 
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = within[:, None] & (column < head_dim_v * UNIT)[None, :]
@@ -179,14 +181,16 @@ def _merge_stacked_kernel(
     for part in tl.range(0, num_parts, num_stages=STAGES):
         value = tl.load(first + part * (stride_part * UNIT), mask=inside, other=0.0)
         log = tl.load(lse_row + part * stride_lse_part, mask=within, other=empty)
-        weight = tl.exp(tl.where(log == float("inf"), empty, log) - pivot)
+        weight = tl.exp(tl.where(log == float("inf"), empty, log) - safe_max)
         total += weight
         merged += weigh(value, weight[:, None])
     safe = tl.where(total == 0, 1.0, total)
     place = (token * (stride_token * UNIT) + head * (stride_head * UNIT))[:, None] + column[None, :]
     tl.store(out + place, round_to(merged / safe[:, None], out.dtype.element_ty, UPCAST), mask=inside)
     if tl.program_id(1) == 0:
-        tl.store(lse + token * stride_lse_token + head, tl.where(total == 0, empty, pivot + tl.log(safe)), mask=within)
+        tl.store(
+            lse + token * stride_lse_token + head, tl.where(total == 0, empty, safe_max + tl.log(safe)), mask=within
+        )
 
 
 def merge_attention_states(

@@ -25,7 +25,7 @@ def left_its_range(state):
     soon overflow, below 2^-60 some are 0 that count; large values may overflow earlier. A program that has seen no key
     is right.
     """
-    top = state[len(state) - 2]
+    running_max = state[len(state) - 2]
     total = total_weight(state[len(state) - 1])
     right = (total > 2.0**-60) & (total < 2.0**110)
     # 0, or no number where an accumulator is none
@@ -33,7 +33,7 @@ def left_its_range(state):
     for i in tl.static_range(1, len(state) - 2):
         nothing += state[i] * 0.0
     right &= tl.sum(nothing, 1) == 0.0
-    right |= tl.max((top != 0.0).to(tl.int32) | (total != 0.0).to(tl.int32), 0) == 0
+    right |= tl.max((running_max != 0.0).to(tl.int32) | (total != 0.0).to(tl.int32), 0) == 0
     return tl.max((~right).to(tl.int32), 0)
 
 
@@ -104,8 +104,8 @@ def store_walk(
             else:
                 store_result(exact, place, results, OPTIONS)
         elif HALF:
-            acc, top, sums, unit = state
-            halves = _with_copies((acc, top, sums * (1.0 / HALF_WEIGHT)), short_of, 1)
+            acc, running_max, sums, unit = state
+            halves = _with_copies((acc, running_max, sums * (1.0 / HALF_WEIGHT)), short_of, 1)
             # averages of keys, which are float16 in a unit, are too
             scale = 1.0 / HALF_WEIGHT if OPTIONS.partial else (1.0 / HALF_WEIGHT) / unit
             store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)

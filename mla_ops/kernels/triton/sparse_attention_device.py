@@ -108,24 +108,24 @@ def new_state(OPTIONS: tl.constexpr):
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     acc = tl.zeros((BLOCK_H, 128), tl.float32)
-    top = tl.full((BLOCK_H,), 0.0 if OPTIONS.steady else float("-inf"), tl.float32)
+    running_max = tl.full((BLOCK_H,), 0.0 if OPTIONS.steady else float("-inf"), tl.float32)
     if BLOCK_H < 64:
         sums = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
     else:
         sums = tl.zeros((BLOCK_H, 2, 8), tl.float32)
-    return acc, acc, acc, acc, top, sums
+    return acc, acc, acc, acc, running_max, sums
 
 
 @triton.jit
-def add_weights(sums, fade, weights):
+def add_weights(sums, alpha, weights):
     """Sums of weights, `[heads, keys]` or `[heads, 2, 8]`, after those of a tile."""
     if len(sums.shape) == 2:
-        sums = sums * fade + weights
+        sums = sums * alpha + weights
     else:
         # the two groups of warps have half of the columns each
         by_group = tl.reshape(weights, (weights.shape[0], 2, weights.shape[1] // 16, 8))
-        if fade is not None:
-            sums *= fade[:, :, None]
+        if alpha is not None:
+            sums *= alpha[:, :, None]
         sums += tl.sum(by_group, 2)
     return sums
 
@@ -171,15 +171,15 @@ def _scores(query, keys, rows, zero, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def first_pivot(top, largest):
-    """What weights of a STEADY program are about, from `top`, 0, and the largest scores of its first tile, a head.
+def first_running_max(running_max, largest):
+    """`running_max` of a STEADY program, from 0 and the largest scores of its first tile, a head.
 
     Where these are no numbers it stays 0, else it is another. Weights of the first tile are up to 2^-16, so that others
     may be above by 2^120 before a program walks again (`left_its_range`).
     """
     largest += 16.0
     largest = tl.where(largest == 0.0, 1.0, largest)
-    return tl.where(tl.abs(largest) < float("inf"), largest, top)
+    return tl.where(tl.abs(largest) < float("inf"), largest, running_max)
 
 
 @triton.jit
@@ -192,45 +192,45 @@ def are_wild(scores, valid, largest):
 
 
 @triton.jit
-def still_waits(waits, top):
+def still_waits(waits, running_max):
     """Whether a STEADY program has not seen a key yet, after another tile."""
     if waits:
-        waits = tl.max((top != 0.0).to(tl.int32), 0) == 0
+        waits = tl.max((running_max != 0.0).to(tl.int32), 0) == 0
     return waits
 
 
 @triton.jit
-def _weights_about(state, scores, is_first, fades, OPTIONS: tl.constexpr):
-    """Does what `_rescale` does, in a STEADY program: nothing fades, but in tiles of 16 heads if it `fades`.
+def _weights_about(state, scores, is_first, rescales, OPTIONS: tl.constexpr):
+    """Does what `_rescale` does, in a STEADY program: nothing is rescaled, but in tiles of 16 heads if it `rescales`.
 
-    A program of those fades from its first tile on where scores there are wild.
+    A program of those rescales from its first tile on where scores there are wild.
     """
-    acc0, acc1, acc2, acc3, top, sums = state
+    acc0, acc1, acc2, acc3, running_max, sums = state
     if is_first:
         largest = tl.max(scores, 1)
-        top = first_pivot(top, largest)
+        running_max = first_running_max(running_max, largest)
         if OPTIONS.tile.block_h == 16:
-            fades = tl.max(are_wild(scores, scores > float("-inf"), largest).to(tl.int32), 0) > 0
-    if fades:
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new_top)[:, None]
-        acc0, acc1, acc2, acc3 = acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade
-        sums *= fade
-        top = new_top
-    weights = tl.exp2(scores - top[:, None])
-    return (acc0, acc1, acc2, acc3, top, sums + weights), weights, fades
+            rescales = tl.max(are_wild(scores, scores > float("-inf"), largest).to(tl.int32), 0) > 0
+    if rescales:
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        alpha = tl.exp2(running_max - new_max)[:, None]
+        acc0, acc1, acc2, acc3 = acc0 * alpha, acc1 * alpha, acc2 * alpha, acc3 * alpha
+        sums *= alpha
+        running_max = new_max
+    weights = tl.exp2(scores - running_max[:, None])
+    return (acc0, acc1, acc2, acc3, running_max, sums + weights), weights, rescales
 
 
 @triton.jit
 def _rescale(state, scores):
-    """One step of the online softmax: the state faded to the new largest score, and the weights of `scores`."""
-    acc0, acc1, acc2, acc3, top, sums = state
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - pivot)[:, None]
-    weights = tl.exp2(scores - pivot[:, None])
-    sums = add_weights(sums, fade, weights)
-    return (acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade, new_top, sums), weights
+    """One step of the online softmax: the state rescaled to the new largest score, and the weights of `scores`."""
+    acc0, acc1, acc2, acc3, running_max, sums = state
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    alpha = tl.exp2(running_max - safe_max)[:, None]
+    weights = tl.exp2(scores - safe_max[:, None])
+    sums = add_weights(sums, alpha, weights)
+    return (acc0 * alpha, acc1 * alpha, acc2 * alpha, acc3 * alpha, new_max, sums), weights
 
 
 @triton.jit
@@ -259,20 +259,20 @@ def _mask(scores, column, places, row_end, scale_log2):
 
 
 @triton.jit
-def _weigh(q, state, keys, rows, seen, zero, is_first, fades, OPTIONS: tl.constexpr):
-    """The state faded to the scores of a tile of keys, weights as operands, and whether a STEADY program fades."""
+def _weigh(q, state, keys, rows, seen, zero, is_first, rescales, OPTIONS: tl.constexpr):
+    """The state rescaled to a tile's scores, weights as operands, and whether a STEADY program rescales."""
     column, places, scale_log2, row_end = seen
     scores = _mask(_scores(q, keys, rows, zero, OPTIONS), column, places, row_end, scale_log2)
     if OPTIONS.steady:
-        faded, weights, fades = _weights_about(state, scores, is_first, fades, OPTIONS)
+        rescaled, weights, rescales = _weights_about(state, scores, is_first, rescales, OPTIONS)
     else:
-        faded, weights = _rescale(state, scores)
-    return faded, _round_weights(weights, keys, rows, OPTIONS), fades
+        rescaled, weights = _rescale(state, scores)
+    return rescaled, _round_weights(weights, keys, rows, OPTIONS), rescales
 
 
 @triton.jit
-def _attend_operands(q, state, keys, rows, seen, sure, fades, OPTIONS: tl.constexpr):
-    """The state after a tile of keys that are operands, and whether a STEADY program fades.
+def _attend_operands(q, state, keys, rows, seen, sure, rescales, OPTIONS: tl.constexpr):
+    """The state after a tile of keys that are operands, and whether a STEADY program rescales.
 
     Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
     that a product goes into another, it gives both groups of warps all of it. STEADY ones, which do not, take for
@@ -280,28 +280,28 @@ def _attend_operands(q, state, keys, rows, seen, sure, fades, OPTIONS: tl.conste
     """
     UPCAST: tl.constexpr = OPTIONS.upcast
     if OPTIONS.tile.apart:
-        acc0, acc1, acc2, acc3, top, sums = state
+        acc0, acc1, acc2, acc3, running_max, sums = state
         # anything that is no constant
         weights = tl.zeros((q[0].shape[0], keys[0].shape[0]), tl.float32) + seen[2]
         p = _round_weights(weights, keys, rows, OPTIONS)
         if sure:
-            faded, p, _ = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, False, False, OPTIONS)
-            acc0, acc1, acc2, acc3, top, sums = faded
+            rescaled, p, _ = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, False, False, OPTIONS)
+            acc0, acc1, acc2, acc3, running_max, sums = rescaled
     else:
-        faded, p, fades = _weigh(q, state, keys, rows, seen, None, sure, fades, OPTIONS)
-        acc0, acc1, acc2, acc3, top, sums = faded
+        rescaled, p, rescales = _weigh(q, state, keys, rows, seen, None, sure, rescales, OPTIONS)
+        acc0, acc1, acc2, acc3, running_max, sums = rescaled
     if len(p) == 1:
         p = p + p + p + p
     acc0 = dot(p[0], keys[0], acc0, UPCAST)
     acc1 = dot(p[1], keys[1], acc1, UPCAST)
     acc2 = dot(p[2], keys[2], acc2, UPCAST)
     acc3 = dot(p[3], keys[3], acc3, UPCAST)
-    return (acc0, acc1, acc2, acc3, top, sums), fades
+    return (acc0, acc1, acc2, acc3, running_max, sums), rescales
 
 
 @triton.jit
-def attend_tile(q, state, rows, places, column, scale_log2, row_end, sure, fades, OPTIONS: tl.constexpr):
-    """The state after one tile of keys, and whether a STEADY program fades.
+def attend_tile(q, state, rows, places, column, scale_log2, row_end, sure, rescales, OPTIONS: tl.constexpr):
+    """The state after one tile of keys, and whether a STEADY program rescales.
 
     `sure` are two conditions that are true, which the compiler does not know.
 
@@ -313,14 +313,14 @@ def attend_tile(q, state, rows, places, column, scale_log2, row_end, sure, fades
     keys = k0, k1, k2, k3
     seen = (column, places, scale_log2, row_end)
     if OPTIONS.tile.early:
-        acc0, acc1, acc2, acc3, top, sums = state
+        acc0, acc1, acc2, acc3, running_max, sums = state
         if sure[0]:
             new, _ = _attend_operands(q, state, keys, rows, seen, sure[1], False, OPTIONS)
-            acc0, acc1, acc2, acc3, top, sums = new
-        state = (acc0, acc1, acc2, acc3, top, sums)
+            acc0, acc1, acc2, acc3, running_max, sums = new
+        state = (acc0, acc1, acc2, acc3, running_max, sums)
     else:
-        state, fades = _attend_operands(q, state, keys, rows, seen, sure[1], fades, OPTIONS)
-    return state, fades
+        state, rescales = _attend_operands(q, state, keys, rows, seen, sure[1], rescales, OPTIONS)
+    return state, rescales
 
 
 @triton.jit
@@ -344,7 +344,7 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
     TILE: tl.constexpr = OPTIONS.tile
     begin, end = span
     q_rows, live_head, q = query
-    FADES: tl.constexpr = OPTIONS.steady and TILE.block_h == 16
+    RESCALES: tl.constexpr = OPTIONS.steady and TILE.block_h == 16
     n = tl.arange(0, TILE.block_n)
     # true, which is not known when this is compiled
     sure = (begin >= 0, end >= begin)
@@ -361,15 +361,17 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
     else:
         STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
         index = fetch_indices(index_row, begin + n, end)
-        fades = begin < 0 if FADES else False
+        rescales = begin < 0 if RESCALES else False
         for start in tl.range(begin, end, TILE.block_n, num_stages=STAGES):
             places = locate(cache, index, KEYS)
             rows = load_rows(cache, places, False, OPTIONS)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
             if OPTIONS.steady:
                 sure = (begin >= 0, waits)
-            if FADES:
-                state, fades = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, fades, OPTIONS)
+            if RESCALES:
+                state, rescales = attend_tile(
+                    q, state, rows, places, start + n, scale_log2, row_end, sure, rescales, OPTIONS
+                )
             else:
                 state, _ = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, False, OPTIONS)
             if OPTIONS.steady:
@@ -396,12 +398,12 @@ def _attend_exactly(q_rows, live_head, state, cache, index_row, span, scale_log2
             queries = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
             scores = dot(widen(queries), tl.trans(load_rope_exactly(cache, places, KEYS)), scores, UPCAST)
         state, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2))
-        acc0, acc1, acc2, acc3, top, sums = state
+        acc0, acc1, acc2, acc3, running_max, sums = state
         acc0 = dot(weights, load_exactly(cache, places, 0, 128, KEYS), acc0, UPCAST)
         acc1 = dot(weights, load_exactly(cache, places, 128, 128, KEYS), acc1, UPCAST)
         acc2 = dot(weights, load_exactly(cache, places, 256, 128, KEYS), acc2, UPCAST)
         acc3 = dot(weights, load_exactly(cache, places, 384, 128, KEYS), acc3, UPCAST)
-        state = (acc0, acc1, acc2, acc3, top, sums)
+        state = (acc0, acc1, acc2, acc3, running_max, sums)
     return state
 
 
@@ -465,11 +467,11 @@ def store_part_by_units(state, place, results, units, OPTIONS: tl.constexpr):
 @triton.jit
 def finish(state):
     """Each row's sum of weights, lse in base 2, and the factor of its accumulators."""
-    top, sums = state[len(state) - 2], state[len(state) - 1]
+    running_max, sums = state[len(state) - 2], state[len(state) - 1]
     total = total_weight(sums)
     # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
     safe = tl.where(total == 0, 1.0, total)
-    log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
+    log2_sum = tl.where(running_max == float("inf"), float("inf"), running_max + tl.log2(safe))
     log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
     factor = tl.where(total == 0, 0.0, 1.0 / safe)
     return total, log2_sum, factor

@@ -12,7 +12,7 @@ programs an SM, 90 KB each: queries, one tile of keys, sums.
 import triton
 import triton.language as tl
 
-from .sparse_attention_device import dot, first_pivot, round_to
+from .sparse_attention_device import dot, first_running_max, round_to
 from .sparse_attention_keys import are_there
 
 
@@ -96,7 +96,7 @@ def attend_tile_by_dims(q, state, rows, cache, indices, scales, MASKED: tl.const
     """
     WARPS: tl.constexpr = OPTIONS.tile.num_warps
     UPCAST: tl.constexpr = OPTIONS.upcast
-    acc, top, sums, unused, also_unused = state
+    acc, running_max, sums, unused, also_unused = state
     keys = rows[0]
     scores = _scores(q, rows, OPTIONS) * scales[0]
     if MASKED:
@@ -104,22 +104,22 @@ def attend_tile_by_dims(q, state, rows, cache, indices, scales, MASKED: tl.const
         scores = tl.where(valid[:, None], scores, float("-inf"))
     if OPTIONS.steady:
         if scales[1]:
-            top = first_pivot(top, tl.max(scores, 0))
-        pivot = top
+            running_max = first_running_max(running_max, tl.max(scores, 0))
+        safe_max = running_max
     else:
-        former = top
-        top = tl.maximum(top, tl.max(scores, 0))
-        pivot = tl.where(top == float("-inf"), 0.0, top)
-        fade = tl.exp2(former - pivot)
-        sums *= fade[None, :]
-    weights = tl.exp2(scores - pivot[None, :])
+        former = running_max
+        running_max = tl.maximum(running_max, tl.max(scores, 0))
+        safe_max = tl.where(running_max == float("-inf"), 0.0, running_max)
+        alpha = tl.exp2(former - safe_max)
+        sums *= alpha[None, :]
+    weights = tl.exp2(scores - safe_max[None, :])
     if WARPS == 8:
         sums += weights
     else:
         # of every fourth key, which a thread has: one register, not eight
         sums += tl.sum(tl.reshape(weights, (weights.shape[0] // WARPS, WARPS, weights.shape[1])), 0)
     if not OPTIONS.steady:
-        acc *= fade[:, None]
+        acc *= alpha[:, None]
     # where the product takes them: made before, they hold more registers
     acc = dot(tl.trans(round_to(weights, keys.dtype, UPCAST)), keys, acc, UPCAST)
-    return acc, top, sums, unused, also_unused
+    return acc, running_max, sums, unused, also_unused

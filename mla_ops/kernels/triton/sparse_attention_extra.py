@@ -91,8 +91,8 @@ def _copies(sample, length, extra_sample, extra_length):
 @triton.jit
 def _counted(state, copies):
     """The state after so many times its keys."""
-    acc0, acc1, acc2, acc3, top, sums = state
-    return acc0, acc1, acc2, acc3, top + tl.log2(copies.to(tl.float32)), sums
+    acc0, acc1, acc2, acc3, running_max, sums = state
+    return acc0, acc1, acc2, acc3, running_max + tl.log2(copies.to(tl.float32)), sums
 
 
 @sized_jit(any_alignment=(*SMALL_INTEGERS, "attn_sink", "lse"))

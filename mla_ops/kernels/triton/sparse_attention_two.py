@@ -54,13 +54,13 @@ def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKE
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
-    top, sums = state
+    running_max, sums = state
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[None, :], scores, float("-inf"))
     if OPTIONS.steady:
-        new_top, fade = top, top[:, None]  # nothing fades
-        exact = tl.exp2(scores * scales[0] - top[:, None])
+        new_max, alpha = running_max, running_max[:, None]  # nothing is rescaled
+        exact = tl.exp2(scores * scales[0] - running_max[:, None])
         sums = add_weights(sums, None, exact)
     else:
         largest = tl.max(scores, 1)
@@ -69,14 +69,14 @@ def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKE
             scale, steep_scale, large = scales
             scale = tl.where(tl.abs(largest) < large, scale, steep_scale)
             largest *= scale
-        new_top = tl.maximum(top, largest)
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        fade = tl.exp2(top - pivot)[:, None]
+        new_max = tl.maximum(running_max, largest)
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.exp2(running_max - safe_max)[:, None]
         if not is_half(KEYS):
             scores *= scale[:, None]
-        exact = tl.exp2(scores - (pivot - BIAS)[:, None])
-        sums = add_weights(sums, fade, exact)
-    return round_to(exact, dtype, UPCAST), new_top, sums, fade
+        exact = tl.exp2(scores - (safe_max - BIAS)[:, None])
+        sums = add_weights(sums, alpha, exact)
+    return round_to(exact, dtype, UPCAST), new_max, sums, alpha
 
 
 @triton.jit
@@ -84,12 +84,12 @@ def attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED: tl.
     """Does what `_attend_tile` does. Each product of scores has a branch of its own, or all warps would compute all."""
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
-    former, top, sums, latter, unused = state
+    former, running_max, sums, latter, unused = state
     q_former, q_latter = q[0]
     scale, scale_behind, unit = scales
     keys = half_operand(rows[0], rows[2], unit, KEYS)
     k_former, k_latter = split_dims(tl.reshape(keys, (keys.shape[0], 512)))
-    scale = tl.where(top == float("inf"), 0.0, scale)
+    scale = tl.where(running_max == float("inf"), 0.0, scale)
     # 0, which the compiler does not know
     zeros = tl.zeros((q_former.shape[0], k_former.shape[0]), tl.float32) + scale_behind * 0.0
     weights = round_to(zeros, k_former.dtype, UPCAST)
@@ -106,10 +106,10 @@ def attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED: tl.
                 if sure[3]:
                     behind = dot(q[1], tl.trans(rows[1]), zeros, UPCAST)
                 scores += behind * scale_behind
-            weighed = weigh_tile(scores, (top, sums), scale, cache, indices, k_former.dtype, MASKED, OPTIONS)
-            weights, top, sums, fade = weighed
-            former *= fade
-            latter *= fade
+            weighed = weigh_tile(scores, (running_max, sums), scale, cache, indices, k_former.dtype, MASKED, OPTIONS)
+            weights, running_max, sums, alpha = weighed
+            former *= alpha
+            latter *= alpha
         former = dot(weights, k_former, former, UPCAST)
         latter = dot(weights, k_latter, latter, UPCAST)
-    return (former, top, sums, latter, unused), scale
+    return (former, running_max, sums, latter, unused), scale

@@ -13,7 +13,7 @@ from .attention_options import KEPT_AT
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import are_wild, dot, first_pivot, new_state, round_to, still_waits
+from .sparse_attention_device import are_wild, dot, first_running_max, new_state, round_to, still_waits
 from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     fetch_indices,
@@ -102,11 +102,11 @@ def _halve_query(latent, scale_log2, go):
     for their keys are; a power of two changes nothing in them.
     """
     # bits of bfloat16, so that nothing of float32 stays in registers
-    top = tl.zeros((latent.shape[0],), tl.int32)
+    largest = tl.zeros((latent.shape[0],), tl.int32)
     # One turn: what a loop like this returns changes its layout behind it. Else all of Q does before its maxima.
     for _ in range(go.to(tl.int32)):
-        top = tl.max((latent.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 1)
-    exponent = tl.maximum((top >> 7) - (127 + 14), -100)
+        largest = tl.max((latent.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 1)
+    exponent = tl.maximum((largest >> 7) - (127 + 14), -100)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
     return (widen(latent) * down).to(tl.float16), up * scale_log2
@@ -194,14 +194,14 @@ def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl
     """
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
-    acc, top, sums, running, running_rope = state
+    acc, running_max, sums, running, running_rope = state
     keys, rope, _ = rows
     scale, scale_behind, unit = scales
     if is_half(KEYS):
         keys = half_operand(keys, rows[2], unit, KEYS)
         keys = _apart(tl.reshape(keys, (keys.shape[0], 512)))
-        # It keeps the layout of `top`, else each tile would change it behind the branch.
-        scale = tl.where(top == float("inf"), 0.0, scale)
+        # It keeps the layout of `running_max`, else each tile would change it behind the branch.
+        scale = tl.where(running_max == float("inf"), 0.0, scale)
     # 0, which the compiler does not know
     zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + scale_behind * 0.0
     weights = round_to(zeros, keys.dtype, UPCAST)
@@ -232,12 +232,12 @@ def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl
                 factors = (scale_behind,)
             elif not is_half(KEYS):
                 factors = (scale_behind, unit[0], unit[1])
-            weighed = weigh_tile(scores, (top, sums), factors, cache, indices, keys.dtype, MASKED, OPTIONS)
-            weights, top, sums, fade = weighed
+            weighed = weigh_tile(scores, (running_max, sums), factors, cache, indices, keys.dtype, MASKED, OPTIONS)
+            weights, running_max, sums, alpha = weighed
             if not OPTIONS.steady:
-                acc *= fade
+                acc *= alpha
         acc = dot(weights, keys, acc, UPCAST)
-    return (acc, top, sums, running, running_rope), scale
+    return (acc, running_max, sums, running, running_rope), scale
 
 
 @triton.jit
@@ -405,24 +405,24 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
             span = (begin, tl.where(wide, begin, span[1]), tl.where(wide, begin, span[2]))
     elif not OPTIONS.steady and not by_dims(OPTIONS):
         unit = steep(scale_log2)
-    _, _, _, _, top, sums = new_state(OPTIONS)
+    _, _, _, _, running_max, sums = new_state(OPTIONS)
     if HALF and BLOCK_H == 64:
         sums = tl.where(wide, float("nan"), sums)
-    running = top
+    running = running_max
     if scores_run_on(OPTIONS):
         BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
         running = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
     if in_two(OPTIONS):
         acc = tl.zeros((BLOCK_H, 256), tl.float32)
-        state = (acc, top, sums, acc, running)
+        state = (acc, running_max, sums, acc, running)
     else:
-        state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums, running, running)
+        state = (tl.zeros((BLOCK_H, 512), tl.float32), running_max, sums, running, running)
     scales = (scale, scale_log2, unit)
     if by_dims(OPTIONS):
         latent, rope, scale = split_queries((latent, rope), scale_log2, OPTIONS)
         if OPTIONS.tile.num_warps == 4:
             sums = tl.zeros((4, BLOCK_H), tl.float32)
-        state = (state[0], top, sums, running, running)
+        state = (state[0], running_max, sums, running, running)
         scales = (scale, begin >= 0, unit)
         state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
@@ -442,12 +442,14 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
                 ends = (begin + turn, span[2])
                 cell = _cell(place)
                 tl.store(cell, tl.full((), 1, tl.int16))
-                pivots, tame = _first_pivots(queries, top, cache, index_row, ends, cell, scale_log2, OPTIONS)
-                state = (state[0], pivots, sums, running, running)
+                first_max, tame = _first_running_max(
+                    queries, running_max, cache, index_row, ends, cell, scale_log2, OPTIONS
+                )
+                state = (state[0], first_max, sums, running, running)
                 walked = (begin, begin + (span[1] - begin) * tame, begin + (span[2] - begin) * tame)
             state = _walk(queries, state, cache, index_row, walked, first, place, scales, OPTIONS)
             latent = tl.zeros_like(latent)
-    acc, top, sums, running, running_rope = state
+    acc, running_max, sums, running, running_rope = state
     if by_dims(OPTIONS):
         sums = tl.trans(sums)
     if scores_run_on(OPTIONS):
@@ -458,17 +460,21 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
         acc = join_dims(acc, running)
     elif HALF:
         acc = _together(acc)
-    result = (acc, top, sums)
+    result = (acc, running_max, sums)
     if HALF:
-        result = (acc, top, sums, unit)
+        result = (acc, running_max, sums, unit)
     elif not OPTIONS.steady and not by_dims(OPTIONS):
         # from 2^32 on by the other scale, else below 2^31
-        result = (acc, tl.where(tl.abs(top) > 1.5 * 2.0**31, top * (scale_log2 / unit[0]), top), sums)
+        result = (
+            acc,
+            tl.where(tl.abs(running_max) > 1.5 * 2.0**31, running_max * (scale_log2 / unit[0]), running_max),
+            sums,
+        )
     return result
 
 
 @triton.jit
-def _first_pivots(q, top, cache, index_row, span, cell, scale, OPTIONS: tl.constexpr):
+def _first_running_max(q, running_max, cache, index_row, span, cell, scale, OPTIONS: tl.constexpr):
     """What weights of a STEADY program of 64 heads are about, by 16 keys all over its row, and 0 if they are wild.
 
     In front of the loop: a branch in it would take uniform registers from `wgmma`.
@@ -490,7 +496,7 @@ def _first_pivots(q, top, cache, index_row, span, cell, scale, OPTIONS: tl.const
     largest = tl.max(tl.where(valid, scores, float("-inf")), 1)
     wild = are_wild(scores, valid, largest)
     # not 0, as if a key had been seen
-    return tl.where(wild, 1.0, first_pivot(top, largest)), _none_by_memory(wild, cell, before)
+    return tl.where(wild, 1.0, first_running_max(running_max, largest)), _none_by_memory(wild, cell, before)
 
 
 @triton.jit

@@ -45,27 +45,27 @@ def _merge_splits_kernel(
         num_splits = tl.where(meant, num_splits, 0)
     splits = tl.arange(0, MAX_SPLITS)
     parts = tl.load(partial_lse + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
-    top = tl.max(parts, 0)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(parts - pivot), 0)
+    lse_max = tl.max(parts, 0)
+    safe_max = tl.where(lse_max == float("-inf"), 0.0, lse_max)
+    total = tl.sum(tl.exp2(parts - safe_max), 0)
     acc = tl.zeros((512,), tl.float32)
     for first in range(0, num_splits, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         part = tl.load(partial_lse + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
         place = partial_out + (split * num_rows + row)[:, None] * 512 + column[None, :]
         values = tl.load(place, mask=(part != float("-inf"))[:, None], other=0.0)
-        weight = tl.exp2(part - pivot)
+        weight = tl.exp2(part - safe_max)
         if values.dtype == tl.float16:
             unit = tl.load(partial_lse + (num_splits + split) * num_rows + row, mask=part != float("-inf"), other=0.0)
             if tl.min(unit, 0) < 0:
                 for one in range(first, tl.minimum(first + BLOCK_S, num_splits)):
-                    acc += _part_by_groups(partial_out, partial_lse, pivot, one, row, column, num_splits, num_rows)
+                    acc += _part_by_groups(partial_out, partial_lse, safe_max, one, row, column, num_splits, num_rows)
             else:
                 acc += tl.sum((weight * unit)[:, None] * values.to(tl.float32), 0)
         else:
             acc += tl.sum(weight[:, None] * values, 0)
     safe = tl.where(total == 0, 1.0, total)
-    log2_sum = tl.where(top == float("inf"), float("inf"), pivot + tl.log2(safe))
+    log2_sum = tl.where(lse_max == float("inf"), float("inf"), safe_max + tl.log2(safe))
     log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
     factor = tl.where(total == 0, 0.0, 1.0 / safe)
     if attn_sink is not None:
@@ -77,7 +77,7 @@ def _merge_splits_kernel(
 
 
 @triton.jit
-def _part_by_groups(partial_out, partial_lse, pivot, split, row, column, num_splits, num_rows):
+def _part_by_groups(partial_out, partial_lse, safe_max, split, row, column, num_splits, num_rows):
     """The weighted row of one split, whose units are of its four groups of 128 dims, or of all of them."""
     part = tl.load(partial_lse + split * num_rows + row)
     there = part != float("-inf")
@@ -86,7 +86,7 @@ def _part_by_groups(partial_out, partial_lse, pivot, split, row, column, num_spl
     plane = tl.where(unit < 0, column // 128, 0)
     unit = tl.abs(tl.load(units + plane * (num_splits * num_rows), mask=there, other=0.0))
     values = tl.load(partial_out + (split * num_rows + row) * 512 + column, mask=there, other=0.0)
-    return tl.exp2(part - pivot) * unit * values.to(tl.float32)
+    return tl.exp2(part - safe_max) * unit * values.to(tl.float32)
 
 
 def output_unit(out: torch.Tensor) -> int:
