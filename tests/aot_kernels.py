@@ -277,8 +277,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         looks = sparse_attention.looks_at_indices(keys, tile, partial, everything)
         parts = (64 if tile.block_h == 16 else 2) if partial else 1
         steady = sparse_attention.is_steady(tile, keys, dtype, 2048, parts)
-        keeps = looks and not partial and sparse_attention.keeps_indices(tile, AN_OUTPUT, 2048)
-        copies = sparse_attention.spares_copies(tile, keys, 2048, parts)
+        keeps = looks and sparse_attention.keeps_indices(tile, AN_OUTPUT, 2048, parts)
+        copies = sparse_attention.spares_copies(tile, keys, 2048, parts, keeps)
         fixed = keys, tile, dim == 576, 8, out_unit, partial, looks, steady, keeps, copies
         constants = {"OPTIONS": attention_options(*fixed, upcast=False)}
         options = {"num_warps": tile.num_warps}
@@ -290,14 +290,23 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             beside = sparse_attention.tile(device, heads, mode, alone=False)
             looks = sparse_attention.looks_at_indices(keys, beside, partial, everything)
             steady = sparse_attention.is_steady(beside, keys, dtype, 2048, 1)
-            beside_keeps = looks and sparse_attention.keeps_indices(beside, AN_OUTPUT, 2048)
+            beside_keeps = looks and sparse_attention.keeps_indices(beside, AN_OUTPUT, 2048, 1)
+            copies = sparse_attention.spares_copies(beside, keys, 2048, 1, beside_keeps)
             fixed = replace(constants["OPTIONS"], tile=beside, looks=looks, steady=steady, keeps=beside_keeps)
+            fixed = replace(fixed, copies=copies)
             options = {"num_warps": beside.num_warps}
             yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
         if keeps and not everything:
             # for outputs without room for indices
-            masked = {"OPTIONS": replace(constants["OPTIONS"], keeps=False)}
+            of_many = sparse_attention.spares_copies(tile, keys, 2048, 1)
+            masked = {"OPTIONS": replace(constants["OPTIONS"], keeps=False, copies=of_many)}
             yield replace(variant, name=name.replace("]", ", masks]"), constants=masked)
+            part = {"partial": True, "out_unit": 8 if tile.half else 4, "copies": False}
+            part["keeps"] = sparse_attention.keeps_indices(tile, AN_OUTPUT, 2048, 2)
+            part["steady"] = sparse_attention.is_steady(tile, keys, dtype, 2048, 2)
+            of_part = {"OPTIONS": replace(constants["OPTIONS"], **part)}
+            part_types = {**types, "out": "*fp16" if tile.half else "*fp32", "attn_sink": "none"}
+            yield replace(variant, name=name.replace("]", ", parts]"), types=part_types, constants=of_part)
         if parts > 2 and sparse_attention.is_steady(tile, keys, dtype, 2048, 2):
             long = {"OPTIONS": replace(constants["OPTIONS"], steady=True, copies=True)}
             yield replace(variant, name=name.replace("]", ", long parts]"), constants=long)
@@ -351,7 +360,10 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
         # SMs of 227 KB have two programs of 32 heads
         paired = tile.block_h == 32 and capability // 10 == 10
         steady = paired and sparse_attention.is_steady(tile, keys[0], dtype, 640, 1, paired)
-        constants = {"OPTIONS": attention_options(*fixed, steady=steady, extra_keys=keys[1], upcast=False)}
+        of_v4 = tile.block_h == 64 and modes[0] == "fp8_v4"
+        copies = of_v4 and sparse_attention.spares_copies(tile, keys[0], 640, 1)
+        walk = {"steady": steady, "copies": copies, "extra_keys": keys[1], "upcast": False}
+        constants = {"OPTIONS": attention_options(*fixed, **walk)}
         options = {"num_warps": tile.num_warps}
         name = f"attend_extra[{fmt} and {extra}, q {SHORT[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)

@@ -16,6 +16,7 @@ BF16 = torch.bfloat16
 TILES = {
     "bf16, 64 heads": ((64, 64, 8, 1), "bf16"),
     "bf16, 32 heads": ((32, 32, 8, 2), "bf16"),
+    "bf16, 32 heads of four warps": ((32, 32, 4, 1), "bf16"),
     "fp8_ds_mla, 32 heads": ((32, 32, 8, 1), "fp8_ds_mla"),
     "fp8_ds_mla, 32 heads of four warps": ((32, 32, 4, 1), "fp8_ds_mla"),
 }
@@ -84,13 +85,14 @@ def test_outputs_with_room_for_indices() -> None:
 
     chosen = make_tile(64, 64, 8, 1)
     out = torch.empty(2, 72, 512, dtype=BF16)
-    assert keeps_indices(chosen, out, 8 * 256 - 64 - 16)  # the last program has eight heads
-    assert not keeps_indices(chosen, out, 8 * 256 - 64 - 15)
-    assert keeps_indices(chosen, out[:, :64], 2048)
-    assert not keeps_indices(make_tile(32, 32, 8, 1), out, 200)
+    assert keeps_indices(chosen, out, 8 * 256 - 64 - 16, 1)  # the last program has eight heads
+    assert not keeps_indices(chosen, out, 8 * 256 - 64 - 15, 1)
+    assert keeps_indices(chosen, out[:, :64], 2048, 4)
+    assert not keeps_indices(chosen, out[:, :64], 2048, 5)
+    assert not keeps_indices(make_tile(32, 32, 8, 1), out, 200, 1)
     apart = torch.empty(2, 72, 520, dtype=BF16)[..., :512]
-    assert not keeps_indices(chosen, apart, 200)
+    assert not keeps_indices(chosen, apart, 200, 1)
     beside = torch.empty(2 * 72 * 512 + 1, dtype=BF16)[1:].view(2, 72, 512)
-    assert not keeps_indices(chosen, beside, 200)
+    assert not keeps_indices(chosen, beside, 200, 1)
     odd = torch.empty(2, 72 * 512 + 1, dtype=BF16)[:, : 72 * 512].unflatten(1, (72, 512))
-    assert not keeps_indices(chosen, odd, 200)
+    assert not keeps_indices(chosen, odd, 200, 1)

@@ -39,6 +39,7 @@ make_tile = functools.cache(Tile)
 
 SHORT_ROW = 128  # keys
 KEPT_AT = tl.constexpr(16)  # words in front of the indices that a program keeps
+KEPT_LEAST = 512  # keys of a part that keeps indices: in fewer, it takes as long
 STEADY_TILES = 8  # of a program of 16 heads: in fewer, less is saved than the look at its sums costs
 
 
@@ -108,18 +109,21 @@ def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) 
     return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
 
 
-def keeps_indices(chosen: Tile, out: torch.Tensor, num_keys: int) -> bool:
-    """Whether a program that looks for missing keys of a whole row writes the indices of others anew: Options.keeps.
+def keeps_indices(chosen: Tile, out: torch.Tensor, num_keys: int, parts: int) -> bool:
+    """Whether a program that looks for missing keys writes the indices of others anew: Options.keeps.
 
-    Not 32 heads over plain keys, whose parts were wrong so, nor where eight warps have 32 heads: on an H200 as
-    capability 120, alone on an SM, 128 x 64 rows without missing keys take 277 us so and 251 else.
+    Parts without missing keys take 1.01 of the time so, with some 0.93 to 0.98: not short ones, nor of 64 heads over
+    fp8_ds_mla (1.00). Nor where eight warps have 32 heads: on an H200 as capability 120, alone on an SM, 128 x 128 rows
+    without missing keys take 529 us so and 496 else, bfloat16 418 and 412.
 
     Args:
         chosen: the tile.
         out: the output, in which a program's rows have room for the indices, a tile more, and KEPT_AT words, or not.
-        num_keys: of a row.
+        num_keys, parts: of a row.
     """
-    if chosen.block_h == 32 and (chosen.num_warps == 8 or not chosen.half):
+    if chosen.block_h == 32 and chosen.num_warps == 8:
+        return False
+    if parts > 1 and (num_keys < KEPT_LEAST * parts or (chosen.block_h == 64 and chosen.half)):
         return False
     _, num_heads, width = out.shape
     heads = (num_heads - 1) % chosen.block_h + 1  # of a token's last program
@@ -128,10 +132,16 @@ def keeps_indices(chosen: Tile, out: torch.Tensor, num_keys: int) -> bool:
     return on_words and out.stride(1) == width and KEPT_AT.value + num_keys + chosen.block_n <= words
 
 
-def spares_copies(chosen: Tile, keys: Keys, num_keys: int, parts: int) -> bool:
-    """Whether a program of 16 heads looks whether all indices of its row are one: Options.copies."""
-    exact = keys.operands.endswith("exact")
-    return chosen.block_h == 16 and not exact and num_keys >= STEADY_TILES * chosen.block_n * parts
+def spares_copies(chosen: Tile, keys: Keys, num_keys: int, parts: int, keeps: bool = False) -> bool:
+    """Whether a program looks whether all indices of its row are one: Options.copies.
+
+    Not parts of more than 16 heads, which take 1.02 of the time so, nor where plain keys are masked, not `keeps`:
+    registers spill, and eight warps of 32 heads take 1.04 where keys are missing.
+    """
+    if keys.operands.endswith("exact") or num_keys < STEADY_TILES * chosen.block_n * parts:
+        return False
+    masked = keys.operands == "plain" and chosen.apart and not keeps
+    return chosen.block_h == 16 or (parts == 1 and not masked)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,7 @@ from .sparse_attention_wide import (
     load_indices,
     load_query_whole,
     whole_tiles,
+    whole_tiles_or_one,
 )
 from .splits import allocate_parts, merge_parts, output_unit
 from .waves import Shares, parts_of, suits_large_tiles, waves_of
@@ -181,10 +182,10 @@ def _attend_kernel(
     if topk_length is None:
         begin, end = share_of_keys(topk, split, shares, BLOCK_N)
         last = last_indices(index_row, begin, end)
-        if OPTIONS.copies:
-            sample = sample_indices(index_row, begin, end)
         if LOOKS:
-            seen = load_indices(index_row, begin, end)
+            seen = load_indices(index_row, begin, end, OPTIONS)
+        elif OPTIONS.copies:
+            sample = sample_indices(index_row, begin, end, OPTIONS)
     else:
         length = tl.load(topk_length + token)
     if is_whole(OPTIONS):
@@ -199,13 +200,13 @@ def _attend_kernel(
     else:
         begin, end = share_of_keys(tl.minimum(tl.maximum(length, 0), topk), split, shares, BLOCK_N)
         first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
-        if OPTIONS.copies:
-            sample = sample_indices(index_row, begin, end)
         if LOOKS:
-            seen = load_indices(index_row, begin, end)
+            seen = load_indices(index_row, begin, end, OPTIONS)
+        elif OPTIONS.copies:
+            sample = sample_indices(index_row, begin, end, OPTIONS)
     short_of = None
-    if OPTIONS.copies:
-        end, short_of = without_copies(index_row, begin, end, sample, BLOCK_N)
+    if OPTIONS.copies and not LOOKS:
+        end, short_of = without_copies(index_row, begin, end, sample, OPTIONS)
 
     table = indices
     known = True
@@ -217,7 +218,10 @@ def _attend_kernel(
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     whole = begin
     if LOOKS:
-        whole = whole_tiles(cache, seen, begin, end, OPTIONS)
+        if OPTIONS.copies:
+            whole, end, short_of = whole_tiles_or_one(cache, seen, begin, end, OPTIONS)
+        else:
+            whole = whole_tiles(cache, seen, begin, end, OPTIONS)
         if topk_length is None:  # noqa: SIM102 (known when this is compiled)
             if whole < end:
                 end = named_end(index_row, begin, end, last)
@@ -362,8 +366,8 @@ def _launch(
     rope = head_dim > LATENT_DIM or q_rope is not None
     looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
     steady = is_steady(chosen, keys, q.dtype, topk, splits)
-    keeps = looks and splits == 1 and keeps_indices(chosen, out, topk)
-    copies = spares_copies(chosen, keys, topk, splits)
+    keeps = looks and keeps_indices(chosen, part_out[0], topk, splits)
+    copies = spares_copies(chosen, keys, topk, splits, keeps)
     fixed = keys, chosen, rope, q_unit, out_unit, splits > 1, looks, steady, keeps, copies
     _attend_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
@@ -508,7 +512,9 @@ def _launch_extra(
     fixed = sizes.keys, chosen, head_dim > LATENT_DIM, q_unit, out_unit, splits > 1
     num_keys = indices.shape[1] + extra_indices.shape[1]
     steady = chosen.block_h == 32 and is_steady(chosen, sizes.keys, q.dtype, num_keys, splits, paired)
-    options = attention_options(*fixed, steady=steady, extra_keys=extra.keys)
+    of_v4 = chosen.block_h == 64 and sizes.keys.operands == "fp8_v4"  # others have not been timed
+    copies = of_v4 and spares_copies(chosen, sizes.keys, num_keys, splits)
+    options = attention_options(*fixed, steady=steady, copies=copies, extra_keys=extra.keys)
     _attend_extra_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         kv_cache,

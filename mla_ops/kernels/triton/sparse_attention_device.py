@@ -488,27 +488,39 @@ def store_groups(state, factor, out_row, stored, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def sample_indices(index_row, begin, end):
-    """32 indices all over a span, for `without_copies`."""
-    column = begin + tl.arange(0, 32) * ((end - begin) // 32)
-    return tl.load(index_row + column, mask=column < end, other=-1)
+def sample_indices(index_row, begin, end, OPTIONS: tl.constexpr):
+    """For `without_copies`: 32 indices all over a span, or, of more than 16 heads, the first 2,048 and the first."""
+    if OPTIONS.tile.block_h == 16:
+        column = begin + tl.arange(0, 32) * ((end - begin) // 32)
+        one = end
+    else:
+        column = begin + tl.arange(0, 2048)
+        one = tl.load(index_row + begin, mask=begin < end, other=-1)
+    return tl.load(index_row + column, mask=column < end, other=-1), one
 
 
 @triton.jit
-def without_copies(index_row, begin, end, sample, BLOCK_N: tl.constexpr):
+def without_copies(index_row, begin, end, sample, OPTIONS: tl.constexpr):
     """Where a walk over a span may end, and what its lse is then short of, in base 2.
 
     Behind a tile, if all indices of the span are one: else all SMs would wait for the same lines of L2. As rows are
     that are there to fill a batch.
     """
-    alike = (tl.max(sample, 0) == tl.min(sample, 0)) & (end - begin > BLOCK_N)
-    if alike:
-        index = tl.max(sample, 0)
-        start = begin
-        while alike & (start < end):
-            column = start + tl.arange(0, 512)
-            other = tl.load(index_row + column, mask=column < end, other=index) != index
-            alike = tl.max(other.to(tl.int32), 0) == 0
-            start += 512
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    seen, one = sample
+    if OPTIONS.tile.block_h == 16:
+        alike = (tl.max(seen, 0) == tl.min(seen, 0)) & (end - begin > BLOCK_N)
+        if alike:
+            index = tl.max(seen, 0)
+            start = begin
+            while alike & (start < end):
+                column = start + tl.arange(0, 512)
+                other = tl.load(index_row + column, mask=column < end, other=index) != index
+                alike = tl.max(other.to(tl.int32), 0) == 0
+                start += 512
+    else:
+        # behind a loop that such a result ends, wgmma has no uniform registers
+        other = (seen != one) & (tl.arange(0, 2048) < end - begin)
+        alike = (tl.max(other.to(tl.int32), 0) == 0) & (end - begin > BLOCK_N) & (end - begin <= 2048)
     missing = tl.where(alike, tl.log2((end - begin).to(tl.float32) / BLOCK_N), 0.0)
     return tl.where(alike, begin + BLOCK_N, end), missing

@@ -14,6 +14,7 @@ from .sparse_attention_device import (
     named_end,
     new_state,
     query_rows,
+    sample_indices,
     still_waits,
     store_result,
 )
@@ -69,6 +70,29 @@ def _attend_both(query, state, caches, index_rows, spans, scale_log2, OPTIONS: t
         if OPTIONS.steady:
             waits = still_waits(waits, state[4])
     return state
+
+
+@triton.jit
+def _are_one(sample, length):
+    """Whether `length` indices are one."""
+    seen, one = sample
+    other = (seen != one) & (tl.arange(0, 2048) < length)
+    return (tl.max(other.to(tl.int32), 0) == 0) & (length <= 2048)
+
+
+@triton.jit
+def _copies(sample, length, extra_sample, extra_length):
+    """Of spans that are one index each, as `without_copies` has it: which power of two divides both; 1 of others."""
+    alike = _are_one(sample, length) & _are_one(extra_sample, extra_length)
+    both = tl.maximum(length, 0) | tl.maximum(extra_length, 0)
+    return tl.where(alike & (both > 0), both & -both, 1)
+
+
+@triton.jit
+def _counted(state, copies):
+    """The state after so many times its keys."""
+    acc0, acc1, acc2, acc3, running_max, sums = state
+    return acc0, acc1, acc2, acc3, running_max + tl.log2(copies.to(tl.float32)), sums
 
 
 @sized_jit(any_alignment=(*SMALL_INTEGERS, "attn_sink", "lse"))
@@ -131,6 +155,9 @@ def _attend_extra_kernel(
     end = tl.minimum((split + 1) * share * BLOCK_N, length)
     extra_begin = tl.minimum(tl.maximum(split * share - tiles, 0) * BLOCK_N, extra_length)
     extra_end = tl.minimum(tl.maximum((split + 1) * share - tiles, 0) * BLOCK_N, extra_length)
+    if OPTIONS.copies:
+        sample = sample_indices(index_row, begin, end, OPTIONS)
+        extra_sample = sample_indices(extra_index_row, extra_begin, extra_end, OPTIONS)
     if topk_length is None:
         last = last_indices(index_row, begin, end)
     if extra_topk_length is None:
@@ -138,6 +165,18 @@ def _attend_extra_kernel(
         extra_end = named_end(extra_index_row, extra_begin, extra_end, extra_last)
     if topk_length is None:
         end = named_end(index_row, begin, end, last)
+    copies = 1
+    if OPTIONS.copies:
+        copies = _copies(sample, end - begin, extra_sample, extra_end - extra_begin)
+        # by way of memory: bounds by a reduction leave wgmma no uniform registers
+        cell = out + split * (stride_out_split * OUT_UNIT) + token * (stride_out_token * OUT_UNIT)
+        cell += (tl.program_id(0) % head_blocks * BLOCK_H) * (stride_out_head * OUT_UNIT)
+        cell = cell.to(tl.pointer_type(tl.int16))
+        tl.store(cell, copies.to(tl.int16))
+        tl.debug_barrier()
+        copies = tl.load(cell).to(tl.int32)
+        end = begin + tl.maximum(end - begin, 0) // copies
+        extra_end = extra_begin + tl.maximum(extra_end - extra_begin, 0) // copies
 
     table = indices
     known = True
@@ -193,4 +232,6 @@ def _attend_extra_kernel(
         else:
             store_result(state, place, results, OPTIONS)
     else:
+        if OPTIONS.copies:
+            state = _counted(state, copies)
         store_result(state, place, results, OPTIONS)

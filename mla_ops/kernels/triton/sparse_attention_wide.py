@@ -34,10 +34,13 @@ QUERIES_IN_REGISTERS = tl.constexpr(HOLDS_QUERIES)
 
 
 @triton.jit
-def load_indices(index_row, begin, end):
-    """The first 2,048 indices of a span, for `whole_tiles`."""
+def load_indices(index_row, begin, end, OPTIONS: tl.constexpr):
+    """The first 2,048 indices of a span, and the first of them, for `whole_tiles_or_one`."""
     column = begin + tl.arange(0, 2048)
-    return tl.load(index_row + column, mask=column < end, other=-1)
+    one = begin
+    if OPTIONS.copies:
+        one = tl.load(index_row + begin, mask=begin < end, other=-1)
+    return tl.load(index_row + column, mask=column < end, other=-1), one
 
 
 @triton.jit
@@ -45,8 +48,24 @@ def whole_tiles(cache, seen, begin, end, OPTIONS: tl.constexpr):
     """The end of the tiles from `begin` on in which all keys are there, as far as was `seen`."""
     KEYS: tl.constexpr = OPTIONS.keys
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
-    missing = tl.where(locate(cache, seen, KEYS)[2], 2048, tl.arange(0, 2048))
+    missing = tl.where(locate(cache, seen[0], KEYS)[2], 2048, tl.arange(0, 2048))
     return begin + tl.minimum(tl.min(missing, 0), end - begin) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def whole_tiles_or_one(cache, seen, begin, end, OPTIONS: tl.constexpr):
+    """`whole_tiles`, and what `without_copies` gives: both by one reduction."""
+    KEYS: tl.constexpr = OPTIONS.keys
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    indices, one = seen
+    n = tl.arange(0, 2048)
+    missing = tl.where(locate(cache, indices, KEYS)[2], 2048 + (indices == one).to(tl.int32), n)
+    # the first that is missing, or 2048, or where all are one 2049
+    found = tl.min(tl.where(n < end - begin, missing, 2049), 0)
+    alike = (found == 2049) & (end - begin > BLOCK_N) & (end - begin <= 2048)
+    short_of = tl.where(alike, tl.log2((end - begin).to(tl.float32) / BLOCK_N), 0.0)
+    end = tl.where(alike, begin + BLOCK_N, end)
+    return begin + tl.minimum(tl.minimum(found, 2048), end - begin) // BLOCK_N * BLOCK_N, end, short_of
 
 
 @triton.constexpr_function
@@ -545,14 +564,12 @@ def _rank(valid, WARPS: tl.constexpr, KEYS: tl.constexpr):
     return before, every
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def _keep_valid(cache, index_row, begin, end, kept_row, TILE: tl.constexpr, KEYS: tl.constexpr):
     """Writes to `kept_row` how many of the keys from `begin` to `end` are there and, from KEPT_AT on, their indices.
 
     Behind these, a tile of the last of them. Of each 2,048 keys a warp has its share, whose order does not change.
-
-    A call of its own: in line it would take registers from the loops. It must not use shared memory: Triton puts that
-    of any call at the start, where its caller may have operands. So warps tell each other by way of `kept_row`.
+    Warps tell each other by way of `kept_row`.
     """
     BLOCK_N: tl.constexpr = TILE.block_n
     WARPS: tl.constexpr = TILE.num_warps
