@@ -377,6 +377,13 @@ def test_scores_of_many_rows_lie_by_planes(num_rows: int, num_columns: int, k: i
         assert (plan.shared_bytes(k) + RESERVED_SHARED_BYTES) * plan.ctas <= topk.SM_SHARED_BYTES
 
 
+@pytest.mark.parametrize(("num_ctas", "share"), [(1, 1), (132, 1), (133, 2), (264, 2), (265, 3), (512, 4), (2000, 16)])
+def test_no_multiprocessor_takes_more_ctas_behind_scores_than_its_share(num_ctas: int, share: int) -> None:
+    block = topk.spread_bytes(num_ctas, H200[0]) + RESERVED_SHARED_BYTES
+    assert topk.SM_SHARED_BYTES // block == share
+    assert block <= MAX_SHARED_BYTES
+
+
 def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:
     scores = torch.empty(4, 4096)
     assert scores.data_ptr() % 16 == 0

@@ -214,6 +214,15 @@ def plan_by_planes(num_rows: int, num_sms: int) -> Plan:
     return plan._replace(deviations=deviations_for(num_rows))
 
 
+def spread_bytes(num_ctas: int, num_sms: int) -> int:
+    """Shared memory of a CTA with which no SM takes more of them than its share.
+
+    Behind scores, whose CTAs do not all leave at one time, SMs that are free first would take more, others none.
+    """
+    share = -(-num_ctas // num_sms)
+    return SM_SHARED_BYTES // (share + 1) - RESERVED_SHARED_BYTES + 16
+
+
 def aligned_columns(scores: torch.Tensor) -> int:
     """Columns of a row counted from the multiple of 16 bytes in front of it, at most."""
     whole = scores.data_ptr() % 16 == 0 and scores.stride(0) % 4 == 0
@@ -307,10 +316,12 @@ def topk_indices(
             topk,
             sorted=rest.get("sorted", False),
         )
+    num_ctas = num_rows * plan.cluster
+    least_bytes = spread_bytes(num_ctas, num_sms(device_index)) if programmatic else 0
     _loaded(device_index)[plan.kernel].launch(
-        (num_rows * plan.cluster, 1, 1),
+        (num_ctas, 1, 1),
         (plan.threads, 1, 1),
-        plan.shared_bytes(topk),
+        max(plan.shared_bytes(topk), least_bytes),
         (plan.cluster, 1, 1),
         pack(plan, scores, topk, **rest),
         programmatic=programmatic,
