@@ -2,7 +2,8 @@
 
 python -m mla_ops bench indexer_select --peers FOLDER
 
-`two steps` is this library's own: scores, then top-k.
+`two steps` is this library's own: scores, then top-k. `--sweep`: these two alone, over many shapes
+(indexer_select_sweep.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import common
+from benchmarks import common, indexer_select_sweep
 from benchmarks.indexer_scores import BLOCK_SIZE, DIM, flat_inputs, load_deep_gemm, paged_inputs
 from benchmarks.indexer_topk_peers import PEERS, same_values
 from mla_ops.registry import describe
@@ -177,7 +178,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = common.argument_parser("indexer_select")
     parser.add_argument("--heads", type=common.integers, default=None)
     parser.add_argument("--peers", type=Path, help="folder of other projects' builds, to be measured beside")
+    parser.add_argument("--sweep", action="store_true", help="beside this library's own two steps, over many shapes")
+    parser.add_argument("--kinds", type=common.names, default=["flat", "paged"], help="of --sweep: flat, paged")
     arguments = parser.parse_args(argv)
+    if arguments.sweep:
+        return indexer_select_sweep.run(arguments)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
 
     def cases() -> Iterator[partial[common.Case]]:

@@ -55,6 +55,7 @@ REGIMES = (
     *(Regime(rows, columns) for rows, columns in ((128, 131072), (512, 32768), (1024, 8192))),  # a CTA a row
     *(Regime(512, 32768, topk) for topk in (512, 4096)),
     *(Regime(512, 32768, topk, planes=True) for topk in (512, 2048)),
+    Regime(256, 131072, planes=True),
     *(Regime(1024, 32768, heads=heads) for heads in (32, 64)),  # by planes
 )
 QUICK_REGIMES = (Regime(2, 300, 100), Regime(2, 1000, 100))

@@ -251,12 +251,12 @@ extern "C" int counts() {
   return phase(offsetof(Control, met)) + phase(offsetof(Control, counted)) - 1;
 }
 
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS = true, bool PLANES = false>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS = true, bool PLANES = false, bool LONG = false>
 void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
     begin_front(p, row, PLANES);
-    Selection<THREADS, VECTORS, SAMPLED, FEW_ROWS, PLANES>(p, simt::shared_memory())
+    Selection<THREADS, VECTORS, SAMPLED, FEW_ROWS, PLANES, LONG>(p, simt::shared_memory())
         .run(row, blockIdx.x % p.cluster);
   });
 }
@@ -293,7 +293,9 @@ extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes,
     launch_cluster<128, 6>(*p, shared_bytes, seed);
   else if (held)
     return 1;
-  else if (planes && threads == 128 && vectors == 2)
+  else if (planes == 2 && threads == 128 && vectors == 2)
+    launch<128, 2, 2, false, true, true>(*p, shared_bytes, seed);
+  else if (planes == 1 && threads == 128 && vectors == 2)
     launch<128, 2, 2, false, true>(*p, shared_bytes, seed);
   else if (planes)
     return 1;

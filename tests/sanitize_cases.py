@@ -382,7 +382,7 @@ def chosen_by_parts(tool: str) -> None:
     topk.takes_planes = lambda *_: True
     keys, starts = torch.ones(1535, 128).to(e4m3).cuda(), torch.tensor([0, 5, 70, 3, 1], dtype=torch.int32)
     rows = keys, weights.cuda(), starts.cuda(), lengths.cuda()
-    for plan in (topk.BY_PLANES, topk.FEW_BY_PLANES):
+    for plan in topk.ALL_BY_PLANES:
         topk.plan_by_planes = lambda *_, plan=plan: plan._replace(gated=400, sampled=256)
         for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
             scale = hard_rows(kind, 1, len(keys))[0]

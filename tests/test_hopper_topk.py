@@ -34,7 +34,8 @@ def run(
         scores = by_planes(scores)[:, : scores.shape[1]]
     params = topk.pack(plan, scores, k, **options, indices=indices, valid_counts=lengths)
     shared = plan.shared_bytes(k)
-    assert library.topk(params, plan.threads, plan.vectors, shared, plan.short, seed, plan.planes, plan.held) == 0
+    planes = plan.planes + plan.long
+    assert library.topk(params, plan.threads, plan.vectors, shared, plan.short, seed, planes, plan.held) == 0
     return indices, lengths
 
 
@@ -112,6 +113,20 @@ def test_upper_halves_that_do_not_tell_scores_apart(library: ctypes.CDLL, kind: 
         got, want = run(library, plan, scores, 200), topk_oracle(scores, 200)
         assert torch.equal(got[1], want[1])
         assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("kind", ["normal", *HALVES])
+@pytest.mark.parametrize(("start", "end"), [(0, 65536), (0, 65537), (77, 131072), (65600, 131000), (300, 66000)])
+def test_columns_of_more_than_16_bits(library: ctypes.CDLL, kind: str, start: int, end: int) -> None:
+    """Words of columns behind the first 65,536 begin again at 0."""
+    plan = PLANS["by planes"]._replace(long=True)
+    normal = hard_rows("normal", 1, 131072, end)
+    scores = HALVES[kind](normal) if kind in HALVES else normal
+    starts, ends = torch.tensor([[start], [end]], dtype=torch.int32)
+    got = run(library, plan, scores, 900, row_starts=starts, row_ends=ends)
+    want = topk_oracle(scores, 900, starts, ends)
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
 
 
 MEETINGS = (
@@ -363,18 +378,33 @@ def test_gates_of_many_rows_whose_neighbours_score_alike_let_enough_pass() -> No
 
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "k", "planes"),
-    [(512, 65536, 2048, True), (512, 65537, 2048, False), (132, 32768, 2048, False), (512, 4096, 2048, False)]
+    [
+        (512, 65536, 2048, True),
+        (264, 131072, 2048, True),
+        (264, 131073, 2048, False),
+        (265, 65537, 2048, False),
+        (132, 32768, 2048, False),
+        (512, 4096, 2048, False),
+    ]
     + [(512, 32768, 2049, False), (264, 32768, 2048, True), (265, 32768, 1, True)],
 )
 def test_scores_of_many_rows_lie_by_planes(num_rows: int, num_columns: int, k: int, planes: bool) -> None:
-    """Columns have 16 bits; top-k takes such rows by a CTA each; there is room for three words to two entries."""
+    """Words count 131,072 columns; such rows have a CTA each; there is room for three words to two entries."""
     assert topk.takes_planes(num_rows, num_columns, H200[0], k) == planes
     if planes:
-        plan = topk.plan_by_planes(num_rows, H200[0])
+        plan = topk.plan_by_planes(num_rows, num_columns, H200[0])
         assert (plan.threads == 512) == (num_rows <= 264)
+        assert plan.long == (num_columns > 65536)
         assert not topk.plan_for(num_rows, num_columns, *H200, k).short
         assert plan.gated <= plan.capacity(k) * 3 // 2
         assert (plan.shared_bytes(k) + RESERVED_SHARED_BYTES) * plan.ctas <= topk.SM_SHARED_BYTES
+
+
+@pytest.mark.parametrize(("num_ctas", "share"), [(1, 1), (132, 1), (133, 2), (264, 2), (265, 3), (512, 4), (2000, 16)])
+def test_no_multiprocessor_takes_more_ctas_behind_scores_than_its_share(num_ctas: int, share: int) -> None:
+    block = topk.spread_bytes(num_ctas, H200[0]) + RESERVED_SHARED_BYTES
+    assert topk.SM_SHARED_BYTES // block == share
+    assert block <= MAX_SHARED_BYTES
 
 
 def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:

@@ -8,11 +8,11 @@
 // would have.
 constexpr int BESIDE_SCORES = 512;
 
-template <int THREADS, int VECTORS, int SAMPLED, int CTAS, bool PLANES = false>
+template <int THREADS, int VECTORS, int SAMPLED, int CTAS, bool PLANES = false, bool LONG = false>
 __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const u32 rank = blockIdx.x % p.cluster;
-  Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, PLANES>(p, shared_memory)
+  Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, PLANES, LONG>(p, shared_memory)
       .run(p.num_rows - 1 - blockIdx.x / p.cluster, rank);
 }
 

@@ -20,6 +20,7 @@ MAX_COLUMNS = 2**21
 CLUSTERS = (2, 4, 6, 8, 16)  # CTAs of a row that is shared
 LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
+MOST_BY_PLANES = 2 * LONG_ROW
 BINS = 2048
 CONTROL_BYTES = 1520
 AHEAD_BYTES = 2**20  # a cluster asks for whole rows before it knows their lengths, if that is no more
@@ -86,6 +87,7 @@ class Plan(NamedTuple):
         deviations: by which the gate's rank in a sample is more than its mean: a row whose gate fails is read again.
         short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.
         planes: scores lie by planes (planes.cuh).
+        long: rows by planes may have more than 65,536 columns.
         held: vectors of a thread that registers of a cluster hold, whose CTAs count together; 0: entries do rows.
     """
 
@@ -102,6 +104,7 @@ class Plan(NamedTuple):
     short: bool = False
     held: int = 0
     planes: bool = False
+    long: bool = False
 
     @property
     def kernel(self) -> Kernel:
@@ -111,7 +114,7 @@ class Plan(NamedTuple):
             name = f"topk_short_rows<{self.threads}, {self.vectors}, {self.ctas}>"
         else:
             sizes = f"{self.threads}, {self.vectors}, {self.sample_vectors}, {self.ctas}"
-            name = f"topk_rows<{sizes}{', true' if self.planes else ''}>"
+            name = f"topk_rows<{sizes}{', true' * (self.planes + self.long)}>"
         return Kernel("topk.cu", name, self.threads, ctas=self.ctas)
 
     @property
@@ -166,7 +169,9 @@ MANY = Plan(256, 2, 2, 4)
 # With a gate from 5,888 columns on, all rows that have none find room for a word a column.
 BY_PLANES = MANY._replace(gated=5888, planes=True)
 FEW_BY_PLANES = BY_PLANES._replace(threads=512, ctas=2)  # while no SM has more rows than two
-KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY, BY_PLANES, FEW_BY_PLANES))
+LONG_BY_PLANES = FEW_BY_PLANES._replace(long=True, sampled=4096)
+ALL_BY_PLANES = (BY_PLANES, FEW_BY_PLANES, LONG_BY_PLANES)
+KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY, *ALL_BY_PLANES))
 
 
 def deviations_for(num_rows: int) -> float:
@@ -204,14 +209,27 @@ def plan_for(
 
 
 def takes_planes(num_rows: int, num_columns: int, num_sms: int, topk: int) -> bool:
-    """Whether scores should lie by planes: there is room for what a gate lets pass, and 16 bits for a column."""
-    return num_rows > num_sms and SHORT[0].chunk < num_columns <= LONG_ROW and topk <= 2048
+    """Whether scores should lie by planes: there is room for what a gate lets pass, and words count so many columns."""
+    # 256 threads take too small a sample of a long row, so gates fail (docs/notes/indexer.md)
+    most = MOST_BY_PLANES if num_rows <= FEW_BY_PLANES.ctas * num_sms else LONG_ROW
+    return num_rows > num_sms and SHORT[0].chunk < num_columns <= most and topk <= 2048
 
 
-def plan_by_planes(num_rows: int, num_sms: int) -> Plan:
+def plan_by_planes(num_rows: int, num_columns: int, num_sms: int) -> Plan:
     """Chooses for rows whose scores lie by planes."""
+    if num_columns > LONG_ROW:  # neighbours that score alike leave less of a sample
+        return LONG_BY_PLANES._replace(deviations=deviations_for(num_rows) + 3)
     plan = FEW_BY_PLANES if num_rows <= FEW_BY_PLANES.ctas * num_sms else BY_PLANES
     return plan._replace(deviations=deviations_for(num_rows))
+
+
+def spread_bytes(num_ctas: int, num_sms: int) -> int:
+    """Shared memory of a CTA with which no SM takes more of them than its share.
+
+    Behind scores, whose CTAs do not all leave at one time, SMs that are free first would take more, others none.
+    """
+    share = -(-num_ctas // num_sms)
+    return SM_SHARED_BYTES // (share + 1) - RESERVED_SHARED_BYTES + 16
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
@@ -297,7 +315,7 @@ def topk_indices(
         return
     device_index = scores.device.index
     if planes:
-        plan = plan_by_planes(num_rows, num_sms(device_index))
+        plan = plan_by_planes(num_rows, scores.shape[1], num_sms(device_index))
     else:
         plan = plan_for(
             num_rows,
@@ -307,10 +325,12 @@ def topk_indices(
             topk,
             sorted=rest.get("sorted", False),
         )
+    num_ctas = num_rows * plan.cluster
+    least_bytes = spread_bytes(num_ctas, num_sms(device_index)) if programmatic else 0
     _loaded(device_index)[plan.kernel].launch(
-        (num_rows * plan.cluster, 1, 1),
+        (num_ctas, 1, 1),
         (plan.threads, 1, 1),
-        plan.shared_bytes(topk),
+        max(plan.shared_bytes(topk), least_bytes),
         (plan.cluster, 1, 1),
         pack(plan, scores, topk, **rest),
         programmatic=programmatic,

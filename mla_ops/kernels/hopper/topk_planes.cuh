@@ -3,19 +3,25 @@
 #include "planes.cuh"
 #include "topk_exact.cuh"
 
-// A word in shared memory is an upper half and a column.
+// A word in shared memory is an upper half and the low 16 bits of a column. LONG rows may have twice as many columns,
+// which are counted from a multiple of 64 on.
 DEVICE float upper_of(u32 word) { return __uint_as_float(word & 0xffff0000u); }
 constexpr u32 NO_WORD = 0xff800000, CHOSEN = 0x7fc00000;  // halves of -inf, which reaches no gate, and of NaN
 
 // Such words, and `rest`, which has room for so many whole entries with their numbers. The key of 0 is that of -0, too, and
 // of what is so little below it that its upper half is that of -0.
-template <int THREADS>
+template <int THREADS, bool LONG>
 struct UpperListed {
   u32* words;
   u32 count;
   const u32* row;
   u64* rest;
   u32 room;
+  u32 origin, turn;  // LONG: the column that is counted as 0; words of the first 65,536 from there on
+
+  DEVICE u32 column_of(u32 word, u32 number) const {
+    return (word & 0xffff) + (LONG ? origin + (number >= turn ? 65536 : 0) : 0);
+  }
 
   template <class F>
   DEVICE void each(F use) const {
@@ -24,7 +30,7 @@ struct UpperListed {
   }
 
   DEVICE u64 whole(u32 number) const {
-    const u32 column = words[number] & 0xffff, word = word_of(column);
+    const u32 column = column_of(words[number], number), word = word_of(column);
     const float score = __uint_as_float(whole_bits(row[word], row[word + LOWER_HALVES], in_high_bits(column)));
     return entry_of(key_of_number(score), column);
   }
@@ -61,8 +67,8 @@ struct UpperListed {
     return bound;
   }
 };
-template <int THREADS>
-constexpr bool UPPER_KEYS<UpperListed<THREADS>> = true;
+template <int THREADS, bool LONG>
+constexpr bool UPPER_KEYS<UpperListed<THREADS, LONG>> = true;
 
 // Halves of a thread's columns of a chunk, in two pieces: of four neighbours and of those eight behind them each. A warp's
 // pieces are neighbours, 32 at a time, and two of them are 16 columns.

@@ -11,7 +11,7 @@
 // So the result is exact whatever the sample was like, and no buffer can overflow: there is room for k entries and a
 // chunk.
 //
-// PLANES: scores lie by planes (planes.cuh). The gate is one of upper halves, and upper halves alone are read, half the
+// PLANES: scores lie by planes (planes.cuh); LONG: rows may have more than 65,536 columns, up to twice as many. The gate is one of upper halves, and upper halves alone are read, half the
 // memory; lower halves decide in the bin of the rank (topk_planes.cuh). Where that finds less than k, or too much to keep,
 // scores are read whole, as above.
 //
@@ -41,7 +41,7 @@ struct Sampled {
 };
 
 // SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and registers hold short rows.
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, bool PLANES = false>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, bool PLANES = false, bool LONG = false>
 struct Selection {
   static_assert(!PLANES || (!FEW_ROWS && SAMPLED == 2), "a thread has a piece of the sample of many rows");
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
@@ -61,6 +61,7 @@ struct Selection {
   int part_end;        // column behind it
   u32 whole, whole_end;  // groups of the part that the row has all columns of
   u32 least;             // key that all entries reach
+  u32 turn;              // of LONG planes, as `UpperListed` has it
 
   DEVICE Selection(const Params& params, unsigned char* shared)
       : p(params),
@@ -281,13 +282,17 @@ struct Selection {
   // Words of upper halves that there is room for; entries of some of them need room, too.
   DEVICE u32 room_for_words() const { return p.capacity + p.capacity / 2; }
 
+  // Column that those of words are counted from.
+  DEVICE int origin() const { return LONG ? row.start & ~63 : 0; }
+
   // Words of all columns whose upper half reaches that of `least`, in order. Returns how many those are, or more than there
   // is room for. `column` is a thread's first one.
-  DEVICE u32 read_upper(int column) const {
+  DEVICE u32 read_upper(int column) {
     using Own = Pieces<THREADS>;
     const u32 base = shared_address(entries), lane = threadIdx.x % 32, odd = lane % 2, gate = gate_of_key(least);
     const u32* from = words() + word_of(column);
-    u32 have = 0, parity = 0, columns = column | column + 8 << 16;
+    u32 have = 0, parity = 0, columns = column - origin() | column - origin() + 8 << 16;
+    if (LONG) turn = ~0u;
     Own x, next;
     x.load(from, row.end - column);
 #pragma unroll 1
@@ -310,6 +315,8 @@ struct Selection {
       x.template append<1>(bits, place + of_first + (first >> 16), columns);
       x.template append<3>(bits, place + of_first + (second >> 16), columns);
       column += Own::COLUMNS, columns += Own::COLUMNS * 0x00010001u, from += Own::COLUMNS;
+      if (LONG && at - origin() == 65536 - Own::COLUMNS)  // the low half would carry into the high one
+        turn = have / 4, columns = Own::first() | Own::first() + 8 << 16;
       x = next;
     }
     __syncthreads();
@@ -322,10 +329,11 @@ struct Selection {
     u32* const own = reinterpret_cast<u32*>(entries);
     u64* const rest = entries + (count + 1) / 2;
     u32 bound = LOWEST_KEY & 0xffff0000u;
+    const u32 room = (p.capacity - (count + 1) / 2) * 2 / 3 - 1;
+    const UpperListed<THREADS, LONG> listed{
+        own, count, words(), rest, room, static_cast<u32>(origin()), LONG ? turn : 0};
     if (count > wanted) {
-      const u32 room = (p.capacity - (count + 1) / 2) * 2 / 3 - 1;
-      bound = select<THREADS>(control, bins, UpperListed<THREADS>{own, count, words(), rest, room}, wanted, least,
-                              max(shift_of_listed(least), 16)) >> 32;
+      bound = select<THREADS>(control, bins, listed, wanted, least, max(shift_of_listed(least), 16)) >> 32;
       if (bound == 0) return false;
     }
     const float most = upper_of(__float_as_uint(score_of(bound)));
@@ -333,8 +341,8 @@ struct Selection {
     hold(to);  // else it is made again for each word
     each_by_warps<THREADS>(
         control, own, count, NO_WORD, [&](u32 word) { return !(upper_of(word) <= most); },
-        [&](bool chosen, u32 place, u32 word) {
-          const int column = word & 0xffff;
+        [&](bool chosen, u32 place, u32 word, u32 number) {
+          const int column = listed.column_of(word, number);
           if (p.block_size == 0)
             store_int_if(chosen, to + place, column);
           else if (chosen)
@@ -395,11 +403,11 @@ struct Selection {
       if constexpr (FEW_ROWS)
         each_chosen<THREADS>(control, entries, count, threshold, put);
       else if (p.block_size == 0)
-        each([&](bool chosen, u32 place, u64 entry) {
+        each([&](bool chosen, u32 place, u64 entry, u32) {
           store_int_if(chosen, to + place, ~row.skew - static_cast<int>(entry));  // the position, less the skew
         });
       else
-        each([&](bool chosen, u32 place, u64 entry) {
+        each([&](bool chosen, u32 place, u64 entry, u32) {
           if (chosen) put(place, entry);
         });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;

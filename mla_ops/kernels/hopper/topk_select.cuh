@@ -317,7 +317,7 @@ DEVICE u32 each_chosen(Control& control, const u64* entries, u32 count, u64 thre
   return done;
 }
 
-// Calls `use(chosen, place, entry)` for all entries, in their order. A warp has neighbours, which it counts before it gives
+// Calls `use(chosen, place, entry, number)` for all entries, in their order. A warp has neighbours, which it counts before it gives
 // them, so that one barrier is enough. `none` is no entry, and not chosen.
 template <int THREADS, class Entry, class Chosen, class F>
 DEVICE void each_by_warps(Control& control, const Entry* entries, u32 count, Entry none, Chosen is_chosen, F use) {
@@ -345,7 +345,7 @@ DEVICE void each_by_warps(Control& control, const Entry* entries, u32 count, Ent
     for (int i = 0; i < GROUPS; ++i) {
       const bool chosen = is_chosen(of_lane[i]);
       const u32 mask = __ballot_sync(~0u, chosen);
-      use(chosen, place + __popc(mask & ((1u << lane) - 1)), of_lane[i]);
+      use(chosen, place + __popc(mask & ((1u << lane) - 1)), of_lane[i], at + i * 32);
       place += __popc(mask);
     }
   }
