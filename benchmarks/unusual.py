@@ -35,13 +35,13 @@ NAMES = {
     "same 1": "s 1",
     "growing": "grow",
 }
-REFERENCES = "references of 64 heads move in most turns"
+RUNNING_MAX = "running maxima of 64 heads move in most turns"
 WIDE = "wide turns: scales of a key span more than float16 holds"
 SMALL = "rows of one CTA divide groups far below their key's largest; else wide turns"
 BLOCKS = "keys of a block that a table has not got keep their place in a turn, and warps clear it by stores"
 # Why a kind takes more than `BAR`, or is wrong: by its lowering and kernel, or how these begin.
 WHY = {
-    "hopper": {"2^20": REFERENCES, "grow": REFERENCES, "large": REFERENCES, "spread": SMALL, "wild30": WIDE},
+    "hopper": {"2^20": RUNNING_MAX, "grow": RUNNING_MAX, "large": RUNNING_MAX, "spread": SMALL, "wild30": WIDE},
     "hopper dense": {"7/8": BLOCKS, "1/2": BLOCKS, "1/8": BLOCKS, "tail": BLOCKS, "none": BLOCKS},
     "triton": {
         "s 1": "all SMs read the same lines of L2",

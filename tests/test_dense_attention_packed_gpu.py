@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from attention_inputs import SCALE, filled_cache, key_width, queries
-from test_dense_attention_paged import check, check_replays, int32
+from paged_inputs import check, check_replays, int32
 
 import mla_ops
 from mla_ops import dispatch
