@@ -53,16 +53,16 @@ fuzz: $(VENV)/.installed-dev
 	cd tests && $(TEST_ENVIRONMENT) $(abspath $(BIN))/python -m fuzz $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/.installed-models
 	$(BIN)/python -m mla_ops bench $(BENCH_ARGS)
@@ -74,7 +74,7 @@ kernels-hub: $(VENV)/.installed-dev
 	$(BIN)/python -m scripts.kernels_hub
 
 hooks: $(VENV)/.installed-dev
-	$(BIN)/pre-commit install
+	$(BIN)/python -m pre_commit install
 
 clean:
 	rm -rf $(VENV) site build dist mla_ops/kernels/*/sm_*.zip .mypy_cache .pytest_cache .ruff_cache .hypothesis
