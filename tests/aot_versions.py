@@ -18,7 +18,8 @@ from aot_jobs import CAPABILITIES, compile_variant, jobs, kept, key_of, set_up_l
 
 LEGEND = """`ptxas` puts the registers that a kernel lacks on its stack. Compiled, not run; tiles were chosen with the
 first version. The table has the kernels with a stack by one of these versions, in bytes a thread: the largest of a
-row's architectures, and which have it. All other kernels have none. `python tests/aot_versions.py` makes this page."""
+row's architectures, and which have it. All other kernels have none; `-`: other tiles leave that version without it.
+`python tests/aot_versions.py` makes this page."""
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
