@@ -68,7 +68,7 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
 MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "interpreter", "compiles"
 CONTRACT, REFUSED = "adapter", "refused"
 
-# What each state means, and its evidence; a lowering of an op has a test of its own besides.
+# States: their meaning and their evidence; a lowering of an op has a test of its own besides.
 EVIDENCE = {
     MEASURED_ON: "it runs on an H200, and [Benchmarks](benchmarks.md) has its times: "
     "`tests/test_matrix.py::test_what_counts_as_measured_has_a_checked_row_in_the_results`",
