@@ -38,14 +38,8 @@ from .sparse_attention_device import (
 )
 from .sparse_attention_extra import _attend_extra_kernel
 from .sparse_attention_keys import Keys, divider, fetch_indices, make_keys
-from .sparse_attention_wide import (
-    attend_whole,
-    is_whole,
-    load_indices,
-    load_query_whole,
-    whole_tiles,
-    whole_tiles_or_one,
-)
+from .sparse_attention_missing import load_indices, whole_tiles, whole_tiles_or_one
+from .sparse_attention_wide import attend_whole, is_whole, load_query_whole
 from .splits import allocate_parts, merge_parts, output_unit
 from .waves import Shares, parts_of, suits_large_tiles, waves_of
 
